@@ -127,21 +127,11 @@ def test_weights_that_are_ignored_show():
 @pytest.mark.parametrize(
   ("name", "entry", "options"),
   [
-    more("psum: batch norm", "mesh", RAGGED),
-    more("own + pmean(aux)", "mesh", RAGGED),
     ("all_gather: contrastive", "shard_map, untyped", RAGGED),
-    more("sum / pmean(count)", "shard_map, untyped", RAGGED),
     ("psum: batch norm", "mesh", WHOLE),
-    more("sum / pmean(count)", "mesh", WHOLE),
     ("all_gather: contrastive", "shard_map, typed", WHOLE_UNWEIGHED),
-    more("own + pmean(aux)", "shard_map, typed", WHOLE_UNWEIGHED),
     ("psum: batch norm", "mesh", {**RAGGED, "has_weight": True}),
     ("own + pmean(aux)", "mesh", {**FOUR, "skip_nonfinite": True}),
-    more(
-      "all_gather: contrastive",
-      "shard_map, typed",
-      {**FOUR, "has_weight": True},
-    ),
   ],
 )
 def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(

@@ -228,67 +228,12 @@ def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
 # A router's loss may be a product of means, which no sum over microbatches is.
 
 
-def sums_with_shares(params, batch):
-  probabilities, chosen = shares_of(params, batch)
-  terms = {"probabilities": probabilities, "chosen": chosen}
-  return {
-    **sums_of(params, batch),
-    **terms,
-    "valid": jnp.sum(batch["valid"]).astype(jnp.float64),
-  }
-
-
-def router_loss(sums_of_all):
-  def loss_fn(params, batch):
-    all_sums = sums_of_all(params, batch)
-    router = (
-      jnp.sum(all_sums["probabilities"] * all_sums["chosen"])
-      / all_sums["valid"] ** 2
-    )
-    return all_sums["tokens"] / all_sums["valid"] + router
-
-  return loss_fn
-
-
 def once(loss_fn, params, batch):
   """A step on the whole batch."""
   with jax.enable_x64(True):
     return oracle.take_steps(
       oracle.whole_batch_step(loss_fn, TX), TX, params, [batch]
     )
-
-
-@pytest.fixture(scope="module")
-def by_router(params, batch):
-  return once(router_loss(sums_with_shares), params, batch)
-
-
-def test_a_router_beside_a_token_mean_takes_the_whole_batchs_step(
-  params, batch, by_router
-):
-  """All sums of the whole batch are taken first, over devices: the loss is then a mean."""
-  count = 8
-  options = {
-    "reduction": "sum",
-    "batch_argnums": 1,
-    "microbatch_size": SIZE // count,
-  }
-  in_parts = microbatch(sums_with_shares, **options)
-
-  def over_devices(params, batch):
-    return jax.tree.map(
-      lambda x: lax.all_gather(x, "data").sum(0), in_parts(params, batch)
-    )
-
-  loss_fn = router_loss(over_devices)
-  step = make_step(loss_fn, count, num_microbatches=1)
-  trees.assert_close(
-    oracle.take_steps(step, TX, params, [batch]), by_router, 1e-12
-  )
-  # What is gathered on every device is counted by every device.
-  step = make_step(loss_fn, count, num_microbatches=1, reduction="sum")
-  wrong = oracle.take_steps(step, TX, params, [batch])
-  assert trees.largest_difference(wrong[0], by_router[0]) > 1e-2
 
 
 def shares_of(params, batch):

@@ -1,6 +1,5 @@
 """Bad input is an error that names the value, the requirement and the fix."""
 
-from flax import nnx
 from flax.training.train_state import TrainState
 import jax
 from jax.experimental import sparse
@@ -11,7 +10,7 @@ import pytest
 from support.devices import make_mesh
 
 import optax_accum
-from optax_accum.flax import linen_train_step, nnx_train_step
+from optax_accum.flax import linen_train_step
 
 PARAMS = {"w": jnp.ones(3)}
 BATCH = {"x": jnp.ones((6, 3)), "y": jnp.ones(6)}
@@ -59,11 +58,6 @@ OPTIONS = [
     "num_microbatches=0 must be at least 1",
   ),
   (
-    {"num_microbatches": -2},
-    ValueError,
-    "num_microbatches=-2 must be at least 1",
-  ),
-  (
     {"num_microbatches": 2.0},
     TypeError,
     "num_microbatches=2.0 must be an int",
@@ -79,22 +73,11 @@ OPTIONS = [
     "microbatch_size='2' must",
   ),
   (
-    {"num_microbatches": 7},
-    ValueError,
-    "7 does not divide the 6 rows of argument 1: use one of",
-  ),
-  (
     {"num_microbatches": 4},
     ValueError,
     r"does not divide the 6 rows of argument 1: use one of \[1, 2, 3, 6\], or microbatch_size=2",
   ),
   ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
-  ({"batch_argnums": -3}, ValueError, "batch_argnums names argument -3"),
-  (
-    {"batch_argnums": "mask"},
-    ValueError,
-    "batch_argnums names argument 'mask'",
-  ),
   (
     {"batch_argnums": "batch"},
     ValueError,
@@ -165,11 +148,6 @@ OPTIONS = [
     'has_weight=True .*, and reduction="sum" does not: leave one',
   ),
   (
-    {"weight_fn": lambda b: 1j},
-    TypeError,
-    "weight 1j; it must be a real scalar",
-  ),
-  (
     {"has_aux": True},
     TypeError,
     r"a single value; with has_aux=True it must return \(loss, aux\)",
@@ -177,7 +155,7 @@ OPTIONS = [
 ]
 OPTIONS += [
   ({"argnums": argnums}, ValueError, "Argument 1 has two roles")
-  for argnums in (1, -1, (0, -1))
+  for argnums in (1, (0, -1))
 ]
 # A batch, and what is said of it.
 BATCHES = [
@@ -316,9 +294,8 @@ REFUSED = [
     for batch, match in BATCHES
   ),
   *(
-    (fun, USUAL, {"num_microbatches": n}, TypeError, match)
-    for fun, match in LOSSES
-    for n in (1, 2)
+    (fun, USUAL, {"num_microbatches": 1 + i % 2}, TypeError, match)
+    for i, (fun, match) in enumerate(LOSSES)
   ),
   *(
     (weighing(weight), USUAL, {"has_weight": True}, error, match)
@@ -342,23 +319,21 @@ REFUSED = [
     (
       with_aux,
       USUAL,
-      {"has_aux": True, "aux_reduction": words, "num_microbatches": n},
+      {"has_aux": True, "aux_reduction": words, "num_microbatches": 1 + i % 2},
       error,
       match,
     )
-    for words, error, match in AUX
-    for n in (1, 2)
+    for i, (words, error, match) in enumerate(AUX)
   ),
   *(
     (
       returning(new_carry),
       MEAN,
-      {"carry_argnum": 2, "num_microbatches": n},
+      {"carry_argnum": 2, "num_microbatches": 1 + i % 2},
       ValueError,
       match,
     )
-    for new_carry, match in CARRIES
-    for n in (1, 2)
+    for i, (new_carry, match) in enumerate(CARRIES)
   ),
   (
     lambda params, batch, carry: (loss_fn(params, batch), carry),
@@ -391,50 +366,36 @@ def test_an_error_names_the_value_the_requirement_and_the_fix(
   raises(error, match, fun, args, **options)
 
 
-def test_argnums_out_of_range_are_refused():
-  with pytest.raises(
-    ValueError, match=r"argnums names argument 2.*2 positional arguments"
-  ):
-    optax_accum.microbatch_value_and_grad(
-      loss_fn, argnums=2, num_microbatches=2
-    )(PARAMS, BATCH)
-  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)
-  with pytest.raises(
-    ValueError, match=r"argnums names argument 0.*0 positional and the keywords"
-  ):
-    cycle(params=PARAMS, batch=BATCH)
-
-
-@pytest.mark.parametrize("argnums", [(), (0, 0)])
-def test_argnums_that_name_nothing_or_twice_are_refused(argnums):
-  with pytest.raises(
-    ValueError, match=r"argnums=.* must name one or more arguments, each once"
-  ):
+@pytest.mark.parametrize(
+  ("argnums", "args", "kwargs", "match"),
+  [
+    (2, USUAL, {}, r"argnums names argument 2.*2 positional arguments"),
+    (0, (), {"params": PARAMS, "batch": BATCH}, "0.*0 positional and the key"),
+    ((), (), {}, r"argnums=.* must name one or more arguments, each once"),
+    ((0, 0), (), {}, r"argnums=.* must name one or more arguments, each once"),
+  ],
+)
+def test_argnums_that_name_nothing_are_refused(argnums, args, kwargs, match):
+  with pytest.raises(ValueError, match=match):
     optax_accum.microbatch_value_and_grad(
       loss_fn, argnums=argnums, num_microbatches=2
-    )
+    )(*args, **kwargs)
 
 
 def test_traced_counts_are_refused():
-  @jax.jit
   def step(n):
-    return optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)(
-      PARAMS, BATCH
-    )
+    return optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)
 
   with pytest.raises(TypeError, match="num_microbatches is a traced value"):
-    step(2)
+    jax.jit(step)(2)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("kind", ["max", "min"])
-def test_complex_values_have_no_order(kind, num_microbatches):
+@pytest.mark.parametrize(("kind", "n"), [("max", 1), ("min", 2)])
+def test_complex_values_have_no_order(kind, n):
   match = rf"dtype complex64, which has no '{kind}': use \"mean\" or \"sum\""
   z = jnp.ones(6, jnp.complex64)
   run = optax_accum.microbatch(
-    lambda z: {"z": jnp.sum(z)},
-    reduction=kind,
-    num_microbatches=num_microbatches,
+    lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=n
   )
   with pytest.raises(TypeError, match=r"output\['z'\] has " + match):
     run(z)
@@ -444,7 +405,7 @@ def test_complex_values_have_no_order(kind, num_microbatches):
     lambda p, b: (loss_fn(p, b), {"z": jnp.sum(z)}),
     has_aux=True,
     aux_reduction=kind,
-    num_microbatches=num_microbatches,
+    num_microbatches=n,
   )
 
 
@@ -578,30 +539,16 @@ def test_sparse_rows_are_refused_with_what_to_pass(n_batch, mesh):
   dense = np.arange(48, dtype=np.float32).reshape(8, 6) % 3
   batch = {"rows": sparse_of(dense, n_batch)}
   params, tx = jnp.arange(6.0), optax.sgd(0.1)
-  options = {"num_microbatches": 2, **mesh}
-  step = optax_accum.make_train_step(sparse_loss, tx, donate=False, **options)
-  model = nnx.Linear(6, 1, use_bias=False, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  state = TrainState.create(apply_fn=None, params={"w": params}, tx=tx)
-  nnx_step = nnx_train_step(
-    lambda model, batch: jnp.sum(model.kernel[...]), **options
-  )
+  options = {"num_microbatches": 2, "donate": False, **mesh}
+  step = optax_accum.make_train_step(sparse_loss, tx, **options)
   linen_step = linen_train_step(lambda variables, batch, rngs: 0.0, **options)
-  calls = [
+  state = TrainState.create(apply_fn=None, params={"w": params}, tx=tx)
+  match = r"(argument 1|batch)\['rows'\] is a sparse BCOO, whose arrays have no rows to split: "
+  for call in (
     lambda: step(params, tx.init(params), batch),
-    lambda: step.check(params, tx.init(params), batch),
-    lambda: nnx_step(model, optimizer, batch),
     lambda: linen_step(state, batch),
     lambda: optax_accum.check_split(sparse_loss, params, batch),
-    lambda: optax_accum.microbatch_value_and_grad(
-      sparse_loss, num_microbatches=2
-    )(params, batch),
-    lambda: optax_accum.microbatch(
-      lambda batch: batch["rows"].sum(), reduction="sum", num_microbatches=2
-    )(batch),
-  ]
-  match = r"(argument [01]|batch)\['rows'\] is a sparse BCOO, whose arrays have no rows to split: "
-  for call in calls:
+  ):
     with pytest.raises(TypeError, match=match):
       call()
 
@@ -612,7 +559,7 @@ def test_sparse_rows_are_refused_with_what_to_pass(n_batch, mesh):
     return sparse_loss(params, {"rows": rows})
 
   x = sparse_of(dense, n_batch=1)
-  step = optax_accum.make_train_step(packed_loss, tx, donate=False, **options)
+  step = optax_accum.make_train_step(packed_loss, tx, **options)
   _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
   np.testing.assert_allclose(
     metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6
@@ -624,72 +571,43 @@ def positions_loss(params, batch):
   return jnp.sum(jnp.sum(positions * params, (0, 2)) ** 2 / batch["count"])
 
 
-@pytest.mark.parametrize("make", ["step", "nnx", "linen"])
-def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
-  make,
-):
-  positions, count = (
-    np.arange(24, dtype=np.float32).reshape(3, 4, 2),
-    np.float32(5),
-  )
-  w, tx, options = (
-    jnp.float32(1),
-    optax.sgd(0.1),
-    {"num_microbatches": 2, "reduction": "sum"},
-  )
-  if make == "step":
-    step = optax_accum.make_train_step(
-      positions_loss, tx, **options, donate=False
-    )
-    run = lambda batch: step(w, tx.init(w), batch)[2]["loss"]  # noqa: E731
-  elif make == "linen":
-    state = TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
-
-    def loss(variables, batch, rngs):
-      return positions_loss(variables["params"]["w"], batch)
-
-    step = linen_train_step(loss, **options, donate=False)
-    run = lambda batch: step(state, batch)[1]["loss"]  # noqa: E731
-  else:
-    model = nnx.Linear(
-      1, 1, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)
-    )
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    loss = lambda model, batch: positions_loss(model.kernel[0, 0], batch)  # noqa: E731
-    step = nnx_train_step(loss, **options, donate=False)
-    run = lambda batch: step(model, optimizer, batch)["loss"]  # noqa: E731
+def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write():
+  positions = np.arange(24, dtype=np.float32).reshape(3, 4, 2)
+  w, tx, count = jnp.float32(1), optax.sgd(0.1), np.float32(5)
+  options = {"num_microbatches": 2, "reduction": "sum", "donate": False}
+  step = optax_accum.make_train_step(positions_loss, tx, **options)
   fix = r".* np\.broadcast_to\(x, .*\), or pass it"
-  name = "argument 1" if make == "step" else "batch"
-  each = np.broadcast_to(count, (4, *np.shape(count)))
-  with pytest.raises(
-    ValueError, match=rf"^{name}\['count'\] has shape \(\),{fix}"
-  ):
-    run({"positions": jnp.moveaxis(positions, 1, 0), "count": count})
-  with pytest.raises(
-    ValueError,
-    match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. Move rows .*moveaxis,{fix}",
-  ):
-    run({"positions": positions, "count": each})
-  got = run({"positions": jnp.moveaxis(positions, 1, 0), "count": each})
+  each = np.broadcast_to(count, 4)
+  moved = jnp.moveaxis(positions, 1, 0)
+  for batch, match in [
+    (
+      {"positions": moved, "count": count},
+      r"^argument 1\['count'\] has shape \(\),",
+    ),
+    (
+      {"positions": positions, "count": each},
+      r"1\['count'\]: 4, argument 1\['positions'\]: 3\. Move rows .*moveaxis,",
+    ),
+  ]:
+    with pytest.raises(ValueError, match=match + fix):
+      step(w, tx.init(w), batch)
+  got = step(w, tx.init(w), {"positions": moved, "count": each})[2]["loss"]
   np.testing.assert_allclose(
     got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6
   )
 
 
-def test_transformations_that_are_none_are_refused():
-  for tx, match in [
-    (
-      optax.adam,
-      "not an optax.GradientTransformation but .* call it first, as in adam",
-    ),
+@pytest.mark.parametrize(
+  ("tx", "match"),
+  [
+    (optax.adam, "Transformation but .* call it first, as in adam"),
     (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
-    (
-      0.1,
-      "tx=0.1 is not an optax.GradientTransformation: give an optax optimizer",
-    ),
-  ]:
-    with pytest.raises(TypeError, match=match):
-      optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
+    (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax opt"),
+  ],
+)
+def test_transformations_that_are_none_are_refused(tx, match):
+  with pytest.raises(TypeError, match=match):
+    optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
 
 
 def test_options_that_do_not_exist_are_refused():

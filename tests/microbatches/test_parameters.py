@@ -73,7 +73,7 @@ def test_a_step_refuses_objects_that_hold_more_than_parameters(
     lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate
   )
   model = make()
-  for call in (step, step.lower, step.trace, step.eval_shape):
+  for call in (step, step.eval_shape):
     with pytest.raises(TypeError, match=match):
       call(model, (), X)
   with pytest.raises(TypeError, match=match):
@@ -123,42 +123,12 @@ def test_of_an_nnx_module_one_passes_the_parameters_of_its_split():
   trees.assert_close(nnx.state(model, nnx.Param), expected, 1e-6, least=0.1)
 
 
-def test_of_an_equinox_model_one_passes_its_partition():
-  params, static = eqx.partition(mlp(), eqx.is_inexact_array)
-
-  def fun(params, x):
-    return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
-
-  new, _, _ = one_step(fun, params, TX.init(params))
-  grads = jax.jit(jax.grad(fun))(params, X)
-  trees.assert_close(
-    new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1e-5
-  )
-
-
 @pytest.mark.parametrize(
-  "leaf", [1.0, 1j, np.float32(1), jnp.ones((), jnp.bfloat16)]
-)
-def test_numbers_are_parameters(leaf):
-  new, _, _ = one_step(
-    lambda p, x: jnp.real(jnp.mean(p["a"] * p["a"])), {"a": leaf}, TX.init(1.0)
-  )
-  assert new["a"].shape == ()
-
-
-@pytest.mark.parametrize(
-  ("leaf", "kind"),
-  [
-    (1, "type int"),
-    (True, "type bool"),
-    ("a", "type str"),
-    (np.int8(1), "dtype int8"),
-  ],
+  ("leaf", "kind"), [(True, "type bool"), (np.int8(1), "dtype int8")]
 )
 def test_leaves_that_are_no_floats_are_refused(leaf, kind):
-  with pytest.raises(
-    TypeError, match=rf"argument 0\['a'\] has {kind} and cannot be diff"
-  ):
+  match = rf"argument 0\['a'\] has {kind} and cannot be diff"
+  with pytest.raises(TypeError, match=match):
     one_step(lambda p, x: jnp.mean(x), {"a": leaf, "b": 1.0}, ())
 
 
@@ -171,23 +141,17 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def test_a_call_without_a_state_or_a_batch_is_refused():
-  step = make_train_step(
-    lambda p, b: jnp.mean(p * b), optax.sgd(0.1), num_microbatches=2
-  )
-  for args in (
-    (jnp.ones(()), jnp.ones(4)),
-    (jnp.ones(()), optax.sgd(0.1).init(jnp.ones(()))),
-  ):
-    with pytest.raises(
-      TypeError,
-      match=r"got 2 arguments.*order is step\(params, opt_state, batch",
-    ):
-      step(*args)
+  step = make_train_step(linear_loss, TX, num_microbatches=2)
+  match = r"got 2 arguments.*order is step\(params, opt_state, batch"
+  for second in (X, TX.init(PARAMS)):
+    with pytest.raises(TypeError, match=match):
+      step(PARAMS, second)
 
 
-@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 @pytest.mark.parametrize(
-  "tx", [TX, MOMENTUM, accumulate(TX, 2)], ids=["sgd", "momentum", "acc"]
+  ("tx", "mesh"),
+  [(TX, None), (MOMENTUM, make_mesh(2)), (accumulate(TX, 2), None)],
+  ids=["sgd", "momentum", "acc"],
 )
 def test_parameters_and_a_state_in_each_others_place_are_refused(tx, mesh):
   step = make_train_step(
@@ -197,16 +161,6 @@ def test_parameters_and_a_state_in_each_others_place_are_refused(tx, mesh):
   with pytest.raises(TypeError, match="the order is"):
     step(state, PARAMS, X)
   step(PARAMS, state, X)
-
-
-def test_a_tuple_of_parameters_and_a_state_without_classes_are_not_another_order():
-  tx = optax.GradientTransformation(
-    lambda params: (), lambda g, state, params=None: (g, state)
-  )
-  step = make_train_step(
-    lambda p, x: jnp.mean(x @ p[0]), tx, num_microbatches=2
-  )
-  step((jnp.ones(3),), (), X)
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])

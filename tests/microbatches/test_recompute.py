@@ -12,8 +12,6 @@ import optax
 import pytest
 from support import compiled, devices, trees
 from support.devices import make_mesh
-from support.matrix_flops import matrix_flops
-from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch
 
@@ -53,10 +51,10 @@ def in_parts(fun, **options):
   )
 
 
-@pytest.mark.parametrize(
-  ("rows", "size", "shared"), [(5, 3, True), more(17, 8, False)]
-)
-def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_contrastive_loss_has_the_whole_batchs_gradient(shared):
+  rows, size = 5, 3
+
   def loss_fn(encoder, params, other, views):
     first, second = views
     a, b = encoder(params, first), encoder(params if shared else other, second)
@@ -73,17 +71,17 @@ def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
       for e in (encode, in_parts(encode, microbatch_size=size))
     )
     trees.assert_close(actual, expected, 1e-10)
-    if 1 < rows > size:  # each microbatch against its own rows is another loss
-      alone = microbatch(
-        contrastive,
-        reduction="mean",
-        batch_argnums=(0, 1),
-        microbatch_size=size,
-      )
-      other_loss = jax.jit(
-        lambda p, views: alone(*(encode(p, x) for x in views))
-      )(params, views)
-      assert shared is False or abs(other_loss - expected[0]) > 1e-3
+    if not shared:
+      return
+    # Each microbatch against its own rows is another loss.
+    alone = microbatch(
+      contrastive,
+      reduction="mean",
+      batch_argnums=(0, 1),
+      microbatch_size=size,
+    )
+    other_loss = alone(*(encode(params, x) for x in views))
+    assert abs(other_loss - expected[0]) > 1e-3
 
 
 REDUCED = {
@@ -104,10 +102,7 @@ def hessian_product(fun, params, x):
   return jax.jvp(jax.grad(total), (params,), (params,))[1]
 
 
-@pytest.mark.parametrize(
-  "derivative", ["hessian", more(jax.jacrev), more(jax.jacfwd)]
-)
-def test_every_reduction_has_its_derivative(derivative):
+def test_every_reduction_has_its_derivative():
   """Of all outputs at once, to the parameters and to the batch."""
 
   def fun(params, x):
@@ -133,22 +128,14 @@ def test_every_reduction_has_its_derivative(derivative):
   )
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
-    derivatives = [
-      functools.partial(hessian_product, f)
-      if derivative == "hessian"
-      else derivative(f, (0, 1))
+    expected, actual = (
+      jax.jit(functools.partial(hessian_product, f))(params, x)
       for f in (whole, split)
-    ]
-    products = jax.jit(lambda *args: [of(*args) for of in derivatives])(
-      params, x
     )
-    trees.assert_close(products[1], products[0], 1e-10)
+    trees.assert_close(actual, expected, 1e-10)
 
 
-@pytest.mark.parametrize(
-  "options", [{"microbatch_size": 3}, {"num_microbatches": 4}], ids=str
-)
-def test_noise_is_the_same_going_backward(options):
+def test_noise_is_the_same_going_backward():
   """Dropout: the gradient is that of the masks which the loss was computed with."""
 
   def dropped(params, x, key):
@@ -156,7 +143,11 @@ def test_noise_is_the_same_going_backward(options):
     return y * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
 
   split = microbatch(
-    dropped, reduction="concat", batch_argnums=1, rng_argnums=2, **options
+    dropped,
+    reduction="concat",
+    batch_argnums=1,
+    rng_argnums=2,
+    microbatch_size=3,
   )
   key = jax.random.key(0)
   with jax.enable_x64(True):
@@ -249,44 +240,6 @@ def test_padding_that_is_not_finite_adds_nothing():
     trees.assert_close(actual, expected, 1e-10)
 
 
-@pytest.mark.more
-def test_steps_in_a_loop_have_a_derivative():
-  """As in meta-learning: a second derivative, by reverse mode of reverse mode."""
-  weight_fn = lambda x: jnp.sum(x[:, 0] ** 2)  # noqa: E731
-
-  def mean_of(params, x):
-    return jnp.mean(jnp.sin(encode(params, x)), axis=0)
-
-  def whole(params, x):
-    parts = [x[i::3] for i in range(3)]
-    weights = jnp.stack([weight_fn(part) for part in parts])
-    return (
-      weights
-      @ jnp.stack([mean_of(params, part) for part in parts])
-      / jnp.sum(weights)
-    )
-
-  split = in_parts(
-    mean_of, reduction="mean", num_microbatches=3, weight_fn=weight_fn
-  )
-
-  def trained(run, params, x):
-    def step(params, _):
-      grads = jax.grad(lambda p: jnp.sum(run(p, x) ** 2))(params)
-      return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), None
-
-    moved, _ = lax.scan(step, params, length=2)
-    return jnp.sum(run(moved, x) ** 2)
-
-  with jax.enable_x64(True):
-    params, x = init_params(), two_views(9)[0]
-    expected, actual = (
-      jax.jit(jax.grad(functools.partial(trained, run)))(params, x)
-      for run in (whole, split)
-    )
-    trees.assert_close(actual, expected, 1e-10)
-
-
 def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
   def fun(params, batch):
     y = encode(params, batch["x"])
@@ -325,34 +278,6 @@ def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
     gradient = jax.jit(jax.grad(loss_fn), static_argnums=2)
     expected, actual = (gradient(params, batch, run) for run in (whole, split))
     trees.assert_close(actual, expected, 1e-10)
-
-
-def test_complex_parameters_keep_their_imaginary_part():
-  def fun(params, x):
-    return jnp.sum(jnp.abs(x @ params) ** 2)
-
-  split = in_parts(
-    fun, reduction="sum", num_microbatches=2, accumulator_dtype=jnp.float32
-  )
-  params, x = (
-    np.full(WIDTH, 1 + 2j, np.complex64),
-    two_views(4, np.complex64)[0],
-  )
-  actual, expected = (
-    np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun)
-  )
-  assert np.abs(expected.imag).max() > 1
-  trees.assert_close(actual, expected, 1e-5)
-
-
-# JAX 0.8 cannot transpose a scan, whatever is in it.
-@pytest.mark.parametrize("size", [2] if jax.__version_info__ >= (0, 9) else [5])
-def test_a_linear_function_can_be_transposed(size):
-  split = in_parts(lambda params, x: x @ params, microbatch_size=size)
-  params, x = init_params(np.float32)["in"], two_views(5, np.float32)[0]
-  ones = np.ones((5, 8), np.float32)
-  (actual,) = jax.jit(jax.linear_transpose(lambda p: split(p, x), params))(ones)
-  trees.assert_close(actual, np.asarray(x).T @ ones, 1e-6)
 
 
 def deep(params, x):
@@ -402,16 +327,8 @@ def test_memory_is_that_of_one_microbatch(by, most):
 @pytest.mark.parametrize(
   ("options", "kept_from_merging"),
   [
-    # a loop, and a smaller one after it
-    (
-      {"microbatch_size": 3},
-      [False, True],
-    ),
-    # a loop of one trip, which XLA unrolls
-    (
-      {"microbatch_size": 5},
-      [True, True],
-    ),
+    ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one
+    ({"microbatch_size": 5}, [True, True]),  # one trip, which XLA unrolls
   ],
   ids=str,
 )
@@ -426,18 +343,17 @@ def test_what_is_computed_again_is_not_merged_with_what_was(
 
 def test_nothing_is_computed_again_where_nothing_is_differentiated():
   split = in_parts(deep, microbatch_size=64)
-  flops = [
-    matrix_flops(jax.jit(f).lower(*deep_case()).compile().as_text())
-    for f in (
-      deep,
-      split,
-      jax.grad(loss_around(deep)),
-      jax.grad(loss_around(split)),
-    )
-  ]
-  assert flops[1] == flops[0]
-  # Going backward is twice the work of going forward, and here once more of going forward.
-  assert flops[3] / flops[2] == pytest.approx(4 / 3, abs=0.1)
+
+  def products(fun):
+    return str(jax.make_jaxpr(fun)(*deep_case(layers=1))).count("dot_general")
+
+  assert products(split) == products(deep) == 1
+  # Going forward, again, and to the parameters: the batch, of one layer, has no derivative.
+  whole, again = (
+    products(jax.grad(lambda p, x, f=f: jnp.sum(f(p, x))))
+    for f in (deep, split)
+  )
+  assert (whole, again) == (2, 3)
 
 
 def test_one_microbatch_is_the_plain_program():
@@ -458,23 +374,6 @@ def test_what_is_closed_over_has_its_gradient_too():
   split = functools.partial(microbatch, reduction="concat", num_microbatches=4)
   actual, expected = (
     jax.jit(jax.grad(loss_of(run)))(params) for run in (split, lambda f: f)
-  )
-  trees.assert_close(actual, expected, 1e-5)
-
-
-def test_what_is_no_array_reaches_the_function_as_it_is():
-  def fun(params, x, flag, scale, nothing):
-    assert (flag, scale, nothing) == (True, 2.0, None)
-    return scale * encode(params, x)
-
-  params, x = init_params(np.float32), two_views(4, np.float32)[0]
-  split = in_parts(fun, num_microbatches=2)
-  actual, expected = (
-    jax.jit(jax.grad(lambda p, of=of: jnp.sum(of(p))))(params)
-    for of in (
-      lambda p: split(p, x, True, 2.0, None),
-      lambda p: 2 * encode(p, x),
-    )
   )
   trees.assert_close(actual, expected, 1e-5)
 
@@ -568,15 +467,13 @@ def test_devices_add_up_cotangents_in_float32(how):
   )
 
 
-@pytest.mark.parametrize("word", ["max", "min"])
-def test_extremes_over_devices_have_their_derivative(word):
+def test_extremes_over_devices_have_their_derivative():
   mesh, axes = make_mesh(4), {"in_specs": (P(), P("data")), "out_specs": P()}
-  of = {"max": jnp.max, "min": jnp.min}[word]
 
   def fun(params, x):
-    return of(encode(params, x), axis=0)
+    return jnp.max(encode(params, x), axis=0)
 
-  split = in_parts(fun, reduction=word, num_microbatches=2, axis_name="data")
+  split = in_parts(fun, reduction="max", num_microbatches=2, axis_name="data")
   mapped = jax.shard_map(split, mesh=mesh, **axes)
   with jax.enable_x64(True):
     params, x = init_params(), two_views(16)[0]
