@@ -224,29 +224,11 @@ def gathered(params, batch):
   return own_mean(contrastive(z, of_all, lax.axis_index(AXIS) * len(z)), batch)
 
 
-@row("all_gather: contrastive, of padded rows")
-def gathered_valid(params, batch):
-  """No padded row is a candidate, nor counted."""
-  z, valid = features(params, batch), batch["mask"] > 0
-  of_all, all_valid = (lax.all_gather(x, AXIS, tiled=True) for x in (z, valid))
-  logits = jnp.where(all_valid[None], z @ of_all.T, -1e9)
-  own = lax.axis_index(AXIS) * len(z) + jnp.arange(len(z), dtype=jnp.int32)
-  each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, own)
-  return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(
-    jnp.sum(batch["mask"]), 1
-  )
-
-
 @row("all_gather tiled: contrastive")
 def gathered_tiled(params, batch):
   z = features(params, batch)
   of_all = lax.all_gather(z, AXIS, tiled=True)
   return own_mean(contrastive(z, of_all, lax.axis_index(AXIS) * len(z)), batch)
-
-
-@of_features("all_gather, then mean, in the network")
-def gathered_mean(h, batch):
-  return h - jnp.mean(lax.all_gather(h, AXIS), axis=(0, 1), keepdims=True)[0]
 
 
 def to_next():
@@ -259,25 +241,11 @@ def neighbour(h, batch):
   return h + 0.3 * lax.ppermute(h, AXIS, to_next())
 
 
-@row("ppermute: the loss of the neighbour")
-def loss_of_neighbour(params, batch):
-  return lax.ppermute(plain(params, batch), AXIS, to_next())
-
-
 @row("psum_scatter: sums of features")
 def scattered(params, batch):
   h = features(params, batch)
   part = lax.psum_scatter(jnp.sum(h, axis=0), AXIS, tiled=True)
   return own_mean(errors(params, h, batch), batch) + 0.01 * jnp.sum(part**2)
-
-
-@row("psum_scatter: of losses")
-def scattered_losses(params, batch):
-  """Each device has its part of a sum over all."""
-  part = lax.psum_scatter(
-    params["v"] * total_error(params, batch), AXIS, tiled=True
-  )
-  return jnp.sum(jnp.sin(part))
 
 
 @row("all_to_all: columns of all rows")
@@ -336,76 +304,9 @@ def by_frequency(params, batch):
   return own_mean(each * jnp.where(frequent, 4 * ROWS / (count + 1), 1), batch)
 
 
-@row("features of gathered rows, summed")
-def over_gathered_features(params, batch):
-  """A share of what is not summed over devices."""
-  h = jnp.exp(features(params, batch))
-  rows = lax.stop_gradient(lax.all_gather(h, AXIS, tiled=True))
-  shares = rows / jnp.sum(rows, axis=-1, keepdims=True)
-  # No mean: over as many rows, it could be what makes the whole of a part.
-  return own_mean(jnp.sum(h @ shares.T, axis=1), batch)
-
-
-@row("sum * devices / psum(count)")
-def times_devices(params, batch):
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  return total_error(params, batch) * lax.axis_size(AXIS) / count
-
-
-@row("sum / (pmean(count) * devices)")
-def mean_count_times_devices(params, batch):
-  count = lax.pmean(jnp.sum(batch["mask"]), AXIS) * lax.axis_size(AXIS)
-  return total_error(params, batch) / count
-
-
 @row("sum / psum(count)")
 def over_count(params, batch):
   return total_error(params, batch) / lax.psum(jnp.sum(batch["mask"]), AXIS)
-
-
-row("sum / psum(count), in a jit")(jax.jit(over_count))
-row("sum / psum(count), checkpointed")(jax.checkpoint(over_count))
-
-
-@row("sum / psum(size)")
-def over_size(params, batch):
-  each = errors(params, features(params, batch), batch)
-  return jnp.sum(each) / lax.psum(jnp.float64(each.size), AXIS)
-
-
-@row("sum / max(psum(count), 1)")
-def over_count_or_one(params, batch):
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  return total_error(params, batch) / jnp.maximum(count, 1)
-
-
-@row("sum * (1 / psum(count))")
-def times_inverse(params, batch):
-  return total_error(params, batch) * (
-    1 / lax.psum(jnp.sum(batch["mask"]), AXIS)
-  )
-
-
-@row("where(count, sum / count, 0)")
-def where_counted(params, batch):
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  return jnp.where(
-    count > 0, total_error(params, batch) / jnp.clip(count, 1, 1e9), 0
-  )
-
-
-@row("sum * psum(count) ** -1 + own")
-def a_part_beside_a_mean(params, batch):
-  part = (
-    total_error(params, batch) * lax.psum(jnp.sum(batch["mask"]), AXIS) ** -1
-  )
-  return part + 0.1 * lax.pmean(second(params, batch), AXIS)
-
-
-@row("sum(each / psum(count))")
-def each_over_count(params, batch):
-  each = errors(params, features(params, batch), batch)
-  return total(each / lax.psum(jnp.sum(batch["mask"]), AXIS), batch)
 
 
 @row("sum / all_gather(count).sum()")
@@ -414,35 +315,9 @@ def over_gathered_count(params, batch):
   return total_error(params, batch) / count
 
 
-@row("sum / psum(count), row by row in a scan", typed=False)
-def over_count_in_scan(params, batch):
-  each = errors(params, features(params, batch), batch) * batch["mask"]
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  return lax.scan(lambda s, x: (s + x / count, None), jnp.zeros(()), each)[0]
-
-
-@row("sum / psum(count), in a cond")
-def over_count_in_cond(params, batch):
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  yes = lambda s: s / count  # noqa: E731
-  return lax.cond(
-    params["b"][0] > -9,
-    yes,
-    lambda s: 2 * s / count,
-    total_error(params, batch),
-  )
-
-
 @row("own + sum / psum(count)")
 def own_and_over_count(params, batch):
   return second(params, batch) + over_count(params, batch)
-
-
-@row("softmax over all rows")
-def softmax_of_all(params, batch):
-  h = features(params, batch)
-  p = jnp.exp(h @ params["b"]) * batch["mask"]
-  return jnp.sum(p * errors(params, h, batch)) / lax.psum(jnp.sum(p), AXIS)
 
 
 @row("psum(sum) / count")
@@ -459,18 +334,9 @@ def mean_last(params, batch):
   return lax.pmean(plain(params, batch), AXIS)
 
 
-row("pmean, last, in a jit")(jax.jit(mean_last))
-row("pmean, last, checkpointed")(jax.checkpoint(mean_last))
-
-
 @row("psum, last")
 def sum_last(params, batch):
   return lax.psum(plain(params, batch), AXIS)
-
-
-@row("psum / devices, last")
-def sum_over_devices(params, batch):
-  return lax.psum(plain(params, batch), AXIS) / lax.axis_size(AXIS)
 
 
 @row("psum(sum) / psum(count)")
@@ -489,17 +355,6 @@ def gather_last(params, batch):
   return jnp.mean(lax.all_gather(plain(params, batch), AXIS))
 
 
-@row("all_gather tiled and mean of rows, last")
-def gather_rows_last(params, batch):
-  each = errors(params, features(params, batch), batch) * batch["mask"]
-  return jnp.mean(lax.all_gather(each, AXIS, tiled=True))
-
-
-@row("all_gather, last, of the first device")
-def gather_first(params, batch):
-  return lax.all_gather(plain(params, batch), AXIS)[0]
-
-
 @row("pmean of rows, then mean")
 def mean_of_rows(params, batch):
   return jnp.mean(
@@ -507,30 +362,10 @@ def mean_of_rows(params, batch):
   )
 
 
-@row("pmean, then root")
-def root_of_mean(params, batch):
-  return jnp.sqrt(lax.pmean(plain(params, batch), AXIS))
-
-
-@row("pmean + penalty")
-def mean_and_penalty(params, batch):
-  return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(
-    lax.pmean(params["w"], AXIS) ** 2
-  )
-
-
 @row("pmean + own penalty")
 def mean_and_own_penalty(params, batch):
   """To types the parameters vary, and so does the sum. But each device has the same ones."""
   return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(params["w"] ** 2)
-
-
-@row("pmean, last, in a scan")
-def mean_in_scan(params, batch):
-  def body(mean, _):
-    return mean + lax.pmean(plain(params, batch), AXIS), None
-
-  return lax.scan(body, jnp.zeros(()), None, length=2)[0]
 
 
 @row("pmean, last, in a cond")
@@ -548,32 +383,12 @@ def mean_in_vmap(params, batch):
   return jnp.sum(jax.vmap(lambda x: lax.pmean(x, AXIS))(each))
 
 
-@row("psum_scatter and all_gather, last")
-def scatter_and_gather(params, batch):
-  part = lax.psum_scatter(params["v"] * plain(params, batch), AXIS, tiled=True)
-  return jnp.sum(lax.all_gather(part, AXIS, tiled=True) ** 2)
-
-
 # Terms of all devices beside own ones.
 
 
 @row("own + pmean(aux)")
 def own_and_mean(params, batch):
   return plain(params, batch) + 0.1 * lax.pmean(second(params, batch), AXIS)
-
-
-@row("own + psum(aux) / psum(count)")
-def own_and_ratio(params, batch):
-  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  h = features(params, batch)
-  aux = lax.psum(total(jnp.sum(h, -1), batch), AXIS) / count
-  return own_mean(errors(params, h, batch), batch) + 0.1 * aux**2
-
-
-@row("own + mean of all_gather(aux)")
-def own_and_gathered(params, batch):
-  aux = jnp.mean(lax.all_gather(second(params, batch), AXIS))
-  return plain(params, batch) + 0.1 * aux
 
 
 @row("own * pmean(aux)")
@@ -600,19 +415,6 @@ def load_balance(params, batch):
   )
 
 
-@row("own, weighed by a gathered temperature")
-def by_temperature(params, batch):
-  temperature = jnp.max(
-    lax.stop_gradient(lax.all_gather(plain(params, batch), AXIS))
-  )
-  return plain(params, batch) / temperature
-
-
-@row("pmean(own) + 0.1 * aux")
-def mean_and_own(params, batch):
-  return lax.pmean(plain(params, batch), AXIS) + 0.1 * second(params, batch)
-
-
 # Under a derivative within the loss.
 
 
@@ -636,24 +438,6 @@ def inner_gradient_of_mean(params, batch):
     )
 
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
-
-
-@row("an inner step by gradients of a mean, in a jit", typed=False)
-def inner_step_of_mean(params, batch):
-  of_mean = jax.jit(lambda params: lax.pmean(plain(params, batch), AXIS))
-  inner = jax.tree.map(
-    lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params)
-  )
-  return plain(inner, batch)
-
-
-@row("an inner step by gradients of a gathered mean")
-def inner_step_of_gathered(params, batch):
-  of_mean = lambda params: jnp.mean(lax.all_gather(plain(params, batch), AXIS))  # noqa: E731
-  inner = jax.tree.map(
-    lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params)
-  )
-  return plain(inner, batch)
 
 
 @row("an inner step by mean gradients")
