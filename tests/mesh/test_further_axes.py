@@ -7,9 +7,6 @@ parameters where they are used, and reduces in every microbatch.
 import functools
 import math
 
-from flax import nnx
-import flax.linen as nn
-from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -17,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
-from support import devices, oracle, trees
+from support import devices, trees
 from support.compiled import groups_of
 from support.devices import AUTO, EXPLICIT
 from support.layered import (
@@ -39,12 +36,9 @@ from support.samples import more
 from optax_accum import (
   _versions,
   accumulate,
-  accumulate_specs,
   count_collectives,
   make_train_step,
-  microbatch_value_and_grad,
 )
-from optax_accum.flax import linen_train_step, nnx_train_step
 
 
 def with_aux(params, batch, key, carry):
@@ -192,12 +186,8 @@ def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
     trees.assert_close(params, expected, 1e-10)
 
 
-@pytest.mark.parametrize(
-  "rows",
-  [{"words": BOTH, "mask": P("replica")}, more({"words": P(), "mask": BOTH})],
-  ids=["one over one", "one whole"],
-)
-def test_leaves_of_a_batch_need_not_be_sharded_alike(rows):
+def test_leaves_of_a_batch_need_not_be_sharded_alike():
+  rows = {"words": BOTH, "mask": P("replica")}
   with jax.enable_x64(True):
     params, _, _ = three_steps((2, 4), loss_fn, rows=rows, **TIMES)
     trees.assert_close(params, whole_batch()[0], 1e-10)
@@ -275,145 +265,6 @@ def test_everything_at_once_is_that_without_further_axes():
     assert metrics["aux"]["rows"].shape == (ROWS,)
     assert metrics["skipped_microbatches"] == 1
     assert np.isfinite(metrics["noise_scale"].trace)
-
-
-# Of Flax: rows of numbers, and losses that weigh them.
-NUMBERS = {
-  "x": np.random.default_rng(2).normal(size=(ROWS, 16)),
-  "w": np.linspace(1.0, 0.1, ROWS),
-}
-
-
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    for names, width in ((None, "embed"), 64), (("embed", None), 8):
-      init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
-      x = nn.tanh(nn.Dense(width, kernel_init=init, param_dtype=x.dtype)(x))
-    return x
-
-
-class Nnx(nnx.Module):
-  def __init__(self):
-    self.inner = nnx.Linear(16, 64, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
-    self.outer = nnx.Linear(64, 8, rngs=nnx.Rngs(1), param_dtype=jnp.float64)
-
-  def __call__(self, x):
-    return self.outer(nnx.tanh(self.inner(x)))
-
-
-def weighted(out, batch):
-  return jnp.sum(jnp.mean(out**2, 1) * batch["w"]) / jnp.sum(batch["w"])
-
-
-def total(batch):
-  return jnp.sum(batch["w"])
-
-
-FLAX = {"num_microbatches": 4, "weight_fn": total}
-
-
-@pytest.mark.more
-@pytest.mark.usefixtures("usual_promotion")
-def test_a_linen_model_with_logical_axes_keeps_its_shardings():
-  mesh, rules = devices.make_mesh(2, 4, axes=AXES), [("embed", "fsdp")]
-  model, tx = Linen(), optax.adamw(1e-2)
-  with jax.enable_x64(True), nn.logical_axis_rules(rules):
-    params = jax.jit(model.init)(jax.random.key(0), NUMBERS["x"])["params"]
-
-    def loss(params, batch):
-      return weighted(model.apply({"params": params}, batch["x"]), batch)
-
-    step = oracle.whole_batch_step(loss, tx)
-    expected, _, _ = oracle.take_steps(
-      step, tx, nn.unbox(params), [NUMBERS] * 3
-    )
-    shardings = nn.logical_to_mesh_sharding(
-      nn.get_partition_spec(params), mesh, rules
-    )
-    params = jax.jit(lambda x: x, out_shardings=shardings)(params)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    step = linen_train_step(
-      lambda variables, batch, rngs: loss(variables["params"], batch),
-      **{**FLAX, "mesh": mesh, "data_axis": "replica"},
-    )
-    batch = devices.put(NUMBERS, mesh, BOTH)
-    for _ in range(3):
-      state, _ = step(state, batch)
-    assert state.params["Dense_0"]["kernel"].value.sharding.spec == P(
-      None, "fsdp"
-    )
-    trees.assert_close(jax.device_get(nn.unbox(state.params)), expected, 1e-10)
-
-
-@pytest.mark.usefixtures("usual_promotion")
-def test_an_nnx_model_that_is_sharded_stays_so():
-  mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.adamw(1e-2)
-  loss = lambda model, batch: weighted(model(batch["x"]), batch)  # noqa: E731
-  with jax.enable_x64(True):
-    whole, model = Nnx(), Nnx()
-    optimizer = nnx.Optimizer(whole, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def whole_step(model, optimizer):
-      optimizer.update(model, nnx.grad(loss)(model, NUMBERS))
-
-    for _ in range(3):
-      whole_step(whole, optimizer)
-    state = nnx.state(model)
-    specs = jax.tree.map(
-      lambda x: P(None, "fsdp") if x.ndim == 2 else P(), state
-    )
-    nnx.update(model, devices.put(state, mesh, specs))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = nnx_train_step(loss, **FLAX, mesh=mesh, data_axis="replica")
-    for _ in range(3):
-      step(model, optimizer, devices.put(NUMBERS, mesh, BOTH))
-    assert model.inner.kernel[...].sharding.spec == P(None, "fsdp")
-    trees.assert_close(
-      *(jax.device_get(nnx.state(x, nnx.Param)) for x in (model, whole)), 1e-10
-    )
-
-
-@pytest.mark.more
-def test_in_the_users_own_map_over_the_data_axis_alone_it_is_the_same_step():
-  """Microbatches one by one, and all at once: the further axis is the compiler's there too."""
-  mesh = devices.make_mesh(2, 4, axes=AXES[:2])
-  mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names={"replica"})
-  with jax.enable_x64(True):
-    params = devices.put(init_params(), mesh, over_fsdp(init_params(), mesh))
-    tx = accumulate(optimizer(), 2, axis_name="replica")
-    specs = accumulate_specs(jax.eval_shape(tx.init, params), "replica")
-    state = jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs))(params)
-
-    def mini_step(params, state, batch):
-      own = jax.tree.map(
-        lambda x: jax.lax.pcast(x, "replica", to="varying"), params
-      )
-      return tx.apply(
-        jax.grad(loss_fn)(own, batch), state, params, weight=valid(batch)
-      )
-
-    each = mapped(
-      mini_step, in_specs=(P(), specs, P("replica")), out_specs=(P(), specs)
-    )
-    each, held = jax.jit(each), (params, state)
-    for part in trees.strided(make_batch(), 2) * 3:
-      held = each(*held, devices.put(part, mesh, BOTH))
-    trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
-
-    tx = optimizer()
-    cycle = microbatch_value_and_grad(loss_fn, axis_name="replica", **TIMES)
-
-    def step(params, state, batch):
-      updates, state = tx.update(cycle(params, batch)[1], state, params)
-      return optax.apply_updates(params, updates), state
-
-    step = mapped(step, in_specs=(P(), P(), P("replica")), out_specs=P())
-    step, held = jax.jit(step), (params, tx.init(params))
-    for _ in range(3):
-      held = step(*held, devices.put(make_batch(), mesh, BOTH))
-    trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
 
 def test_an_axis_of_one_device_shards_nothing():

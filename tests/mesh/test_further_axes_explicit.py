@@ -24,7 +24,6 @@ from support.samples import more
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("replica", "fsdp")
-TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 
 def gathering(params, batch):

@@ -189,29 +189,6 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
     assert jax.tree.map(lambda x: x.sharding.spec, new) == specs
 
 
-@pytest.mark.parametrize(("kind", "rows"), [(AUTO, 48), (EXPLICIT, 56)])
-def test_microbatches_need_not_divide_the_batch(kind, rows):
-  with jax.enable_x64(True):
-    mesh, tx, batch = (
-      make_mesh(kind, kind),
-      optax.sgd(0.1),
-      make_batch(rows=rows),
-    )
-    step = make_train_step(
-      loss_fn,
-      tx,
-      microbatch_size=32,
-      weight_fn=valid,
-      mesh=mesh,
-      data_axis=AXES,
-    )
-    # rows over one of the two are moved to both
-    batch = devices.put(batch, mesh, P("data"))
-    _, _, metrics = step(init_params(), tx.init(init_params()), batch)
-    expected = jax.jit(loss_fn)(init_params(), make_batch(rows=rows))
-    np.testing.assert_allclose(metrics["loss"], expected)
-
-
 @kinds
 def test_over_two_axes_aux_keys_and_carries_are_as_over_one(kind):
   def fun(params, x, count, key):
@@ -256,22 +233,3 @@ def test_over_two_axes_aux_keys_and_carries_are_as_over_one(kind):
   assert float(aux["last"]) == 31
   # Of each device's last microbatch the largest, on average.
   np.testing.assert_allclose(carry["seen"], x[3::4].mean())
-
-
-def test_one_name_in_a_tuple_is_that_axis():
-  def text(data_axis):
-    mesh, tx = make_mesh(AUTO, AUTO), optax.sgd(0.1)
-    step = make_train_step(
-      loss_fn,
-      tx,
-      num_microbatches=2,
-      mesh=mesh,
-      data_axis=data_axis,
-      rng_argnums=(),
-    )
-    return step.lower(
-      init_params(np.float32), tx.init({}), make_batch(np.float32)
-    ).as_text()
-
-  assert text("data") == text(("data",)) == text(["data"])
-  assert text("data") != text(AXES)

@@ -6,8 +6,6 @@ It gathers each layer where it is used, and reduces in every microbatch.
 import functools
 
 from flax import nnx
-import flax.linen as nn
-from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -19,14 +17,13 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT
 from support.matrix_flops import matrix_flops
 from support.optimizers import relaxed
-from support.samples import more
 
 from optax_accum import (
   count_collectives,
   make_train_step,
   microbatch_value_and_grad,
 )
-from optax_accum.flax import linen_train_step, nnx_train_step
+from optax_accum.flax import nnx_train_step
 
 LAYERS, ROWS = 8, 64
 COLUMNS = P(None, None, "fsdp")
@@ -63,15 +60,6 @@ def loss_fn(params, batch):
 
 def optimizer():
   return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
-
-
-class Linen(nn.Module):
-  layers: np.ndarray
-
-  @nn.compact
-  def __call__(self, batch):
-    init = nn.with_partitioning(lambda key: jnp.asarray(self.layers), COLUMNS)
-    return loss_fn({"layers": self.param("layers", init)}, batch)
 
 
 class Nnx(nnx.Module):
@@ -114,26 +102,6 @@ def of_gradient(layers, shardings):
   )
 
 
-def of_linen(layers, shardings):
-  model, tx = Linen(layers), optimizer()
-  box = nn.Partitioned(jax.device_put(layers, shardings), COLUMNS)
-  held = [
-    TrainState.create(apply_fn=model.apply, params={"layers": box}, tx=tx)
-  ]
-  step = linen_train_step(
-    lambda variables, batch, rngs: model.apply(variables, batch), **OPTIONS
-  )
-
-  def take(batch):
-    held[0], _ = step(held[0], batch)
-
-  return (
-    take,
-    lambda batch: step.lower(held[0], batch),
-    lambda: held[0].params["layers"].value,
-  )
-
-
 def of_nnx(layers, shardings):
   model = Nnx(jax.device_put(layers, shardings))
   state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
@@ -160,7 +128,7 @@ def whole_batch():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-@pytest.mark.parametrize("way", [of_step, of_gradient, more(of_linen), of_nnx])
+@pytest.mark.parametrize("way", [of_step, of_gradient, of_nnx])
 def test_sharded_parameters_and_rows_need_no_mesh(way):
   mesh = make_mesh()
   with jax.enable_x64(True):
@@ -171,7 +139,7 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
       jax.NamedSharding(mesh, COLUMNS), 3
     )
     trees.assert_close(jax.device_get(parameters()), whole_batch(), 1e-10)
-  if way in (of_linen, of_nnx):  # whose program is that of a step
+  if way is of_nnx:  # whose program is that of a step
     return
 
   width = (
@@ -191,10 +159,6 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
   assert gathers == {layer}
   assert not [op for op in found if op.loop is None and op.bytes > 64]
   assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * layers.nbytes
-  # Each device computes its share: forward, forward again and backward.
-  assert matrix_flops(compiled.as_text()) * 8 == pytest.approx(
-    8 * ROWS * layers.size, rel=0.02
-  )
 
 
 @pytest.mark.usefixtures("usual_promotion")

@@ -13,7 +13,6 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
-from support.samples import more
 
 from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
@@ -158,7 +157,6 @@ BESIDE = {
   ("case", "types"),
   [
     ("tensor parallel", (AUTO, AUTO)),
-    more("tensor parallel", (EXPLICIT, AUTO)),
     ("not told to be", (AUTO, EXPLICIT)),
     ("one dimension over both", (EXPLICIT, EXPLICIT)),
     ("along another dimension", (AUTO, AUTO)),
@@ -234,7 +232,7 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
 
 @pytest.mark.parametrize(
   ("kind", "shape"),
-  [more(AUTO, (1, 1)), (AUTO, (1, 8)), (EXPLICIT, (1, 8))],
+  [(AUTO, (1, 8)), (EXPLICIT, (1, 8))],
 )
 def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
@@ -268,20 +266,6 @@ def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
     for name, spec in specs.items():
       at = NamedSharding(mesh, spec)
       assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
-
-
-@kinds
-def test_a_mesh_of_one_device_may_have_two_axes(kind):
-  mesh, tx = make_mesh(1, 1, kind=kind), optax.sgd(0.1, momentum=0.9)
-  fun = lambda p, x: jnp.mean((x @ jnp.ones((8, 16), p.dtype) * p[None]) ** 2)  # noqa: E731
-  x, start = make_batch(np.float32)["x"][:, :8], np.ones(16, np.float32)
-  params = devices.put(start, mesh, P("model"))
-  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2)
-  actual = oracle.take_steps(step, tx, params, [x] * 2)
-  expected = oracle.take_steps(
-    oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2
-  )
-  trees.assert_close(jax.device_get(actual), jax.device_get(expected), 1e-5)
 
 
 def test_over_two_data_axes_three_steps_equal_the_whole_batch():
@@ -434,41 +418,6 @@ def test_names_that_end_alike_are_not_mixed_up():
     )
 
 
-def test_a_batch_of_padding_moves_nothing():
-  mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
-  step = make_train_step(
-    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid, donate=False
-  )
-  params = devices.put(init_params(np.float32), mesh)
-  batch = make_batch(np.float32)
-  batch["valid"][:] = 0
-  new, state, _ = step(params, sharded(tx, params, mesh, STATE), batch)
-  trees.assert_close(jax.device_get(new), init_params(np.float32), 0)
-  assert int(state[0].count) == 0
-
-
-def test_in_a_scan_over_steps_of_an_explicit_mesh_gradients_are_scattered():
-  with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
-    step = make_train_step(
-      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
-    )
-    params = devices.put(init_params(), mesh)
-    batch = devices.put(make_batch(), mesh, P("data"))
-
-    @jax.jit
-    def three(held, batch):
-      return jax.lax.scan(
-        lambda held, _: (step(*held, batch)[:2], None), held, length=3
-      )[0]
-
-    held = params, sharded(tx, params, mesh, STATE)
-    assert str(jax.make_jaxpr(three)(held, batch)).count("reduce_scatter[") == 2
-    trees.assert_close(
-      jax.device_get(three(held, batch)), expected_steps()[:2], 1e-10
-    )
-
-
 # What is sharded over explicit axes, of the parameter and of its momentum.
 APART = {
   "whole momentum": (P("data"), P()),
@@ -506,16 +455,11 @@ def test_explicit_shardings_come_out_as_they_came(specs):
     )
     held = params, devices.put(state, mesh, specs[1])
 
-    def scanned(held):
-      return jax.lax.scan(
-        lambda held, _: (step(*held, batch)[:2], None), held, length=2
-      )[0]
-
-    def called(held):
+    def two_steps(held):
       return step(*step(*held, batch)[:2], batch)[:2]
 
     expected = two_steps_by_hand(fun, tx)
-    for two in (called, jax.jit(called), scanned):
+    for two in (two_steps, jax.jit(two_steps)):
       new = two(held)
       for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(held), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
@@ -566,19 +510,10 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
 
 
-def shard_state(optimizer, mesh):
-  state = nnx.state(optimizer, nnx.OptState)
-  spec = lambda x: P("data") if x.ndim else P()  # noqa: E731
-  nnx.update(
-    optimizer, jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), state)
-  )
-
-
 @pytest.mark.parametrize(
   ("made", "kind"),
   [
     ("jitted", AUTO),
-    more("in a file", AUTO),
     ("in part", EXPLICIT),
   ],
 )
@@ -592,8 +527,6 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
     specs = {"w": P(None, "data"), "b": P("data"), "three": P()}
     placed = devices.put(init_params(), mesh, specs)
     state = jax.jit(tx.init)(init_params())
-    if made == "in a file":
-      state = jax.device_get(state)
     if made == "in part":  # one leaf is whole on every device, and meant to be
       acc = {**state.acc_grads, "w": devices.put(state.acc_grads["w"], mesh)}
       state = state._replace(acc_grads=acc)
@@ -634,37 +567,6 @@ def test_a_leaf_of_another_shape_than_its_parameter_is_held_whole():
   ]
   assert factors
   assert all(x.sharding.is_fully_replicated for x in factors)
-
-
-@pytest.mark.usefixtures("usual_promotion")
-def test_a_sharded_state_of_nnx_is_scattered_to():
-  def fun(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-  rng = np.random.default_rng(0)
-  batch = {"x": rng.normal(size=(16, 8)), "y": rng.normal(size=(16, 16))}
-  results, mesh = [], make_mesh(8)
-  with jax.enable_x64(True):
-    for over in (None, mesh):
-      model = nnx.Linear(8, 16, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-      optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-      step = nnx_train_step(fun, num_microbatches=2, mesh=over)
-      if over is not None:
-        shard_state(optimizer, mesh)
-        assert (
-          step.lower(model, optimizer, batch).as_text().count("reduce_scatter")
-          == 2
-        )
-      for _ in range(2):
-        step(model, optimizer, batch)
-      results.append(
-        jax.tree.leaves(
-          jax.device_get((nnx.state(model), nnx.state(optimizer)))
-        )
-      )
-    trees.assert_close(*results, 1e-10)
-    kernel = optimizer.opt_state[0].mu["kernel"][...]
-    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
 @pytest.mark.usefixtures("usual_promotion")

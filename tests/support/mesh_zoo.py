@@ -12,8 +12,6 @@ from typing import Any
 
 import equinox as eqx
 from flax import linen as nn
-from flax import nnx
-import haiku as hk
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -134,15 +132,6 @@ def cell(params, h, x):
   return jnp.tanh(x @ params["w"] + h @ params["u"] + params["b"][None])
 
 
-def of_rows(fun):
-  """A loss of each row from that of one."""
-
-  def each(params, batch):
-    return jax.vmap(fun, in_axes=(None, 0))(params, batch)
-
-  return each
-
-
 # Loops of JAX.
 
 
@@ -153,30 +142,6 @@ def scan(params, batch):
     lambda h, x: (cell(params, h, x), None), start, in_time(batch)
   )
   return error(params, h, batch)
-
-
-@add("scan that counts and stacks")
-def counting_scan(params, batch):
-  def body(carry, x):
-    h, count = carry
-    h = cell(params, h, x) / (1 + count).astype(x.dtype)
-    return (h, count + 1), (h, jnp.ones(()))
-
-  start = (jnp.zeros((len(batch["x"]), WIDTH)), jnp.int32(0))
-  _, (stacked, ones) = lax.scan(body, start, in_time(batch), reverse=True)
-  return error(params, jnp.sum(stacked, 0) / jnp.sum(ones), batch)
-
-
-@add("scan over rows")
-def scan_over_rows(params, batch):
-  """A sum that is added up row by row, from zero."""
-
-  def body(total, row):
-    of_row = error(params, jnp.mean(dense(params, row["x"]), 0), row)
-    return total + of_row * row["mask"], None
-
-  total, _ = lax.scan(body, jnp.zeros(()), batch)
-  return jnp.broadcast_to(total / jnp.sum(batch["mask"]), batch["mask"].shape)
 
 
 @add("while_loop")
@@ -212,11 +177,6 @@ def of_row(params, row):
   return error(params, jnp.mean(dense(params, row["x"]), 0), row)
 
 
-@add("map")
-def mapped(params, batch):
-  return lax.map(functools.partial(of_row, params), batch)
-
-
 @add("cond with a constant")
 def cond(params, batch):
   def one(row):
@@ -225,37 +185,6 @@ def cond(params, batch):
     )
 
   return lax.map(one, batch)
-
-
-@add("switch with constants")
-def switch(params, batch):
-  def one(row):
-    branches = [
-      lambda: jnp.ones(()),
-      lambda: of_row(params, row),
-      lambda: jnp.zeros(()),
-    ]
-    return lax.switch(row["kind"], branches)
-
-  return lax.map(one, batch)
-
-
-@add("associative_scan")
-def associative_scan(params, batch):
-  x = in_time(batch)
-  decay = jnp.broadcast_to(jax.nn.sigmoid(params["b"]), x.shape)
-  first = jnp.zeros((1, *x.shape[1:]))
-  decay, x = (
-    jnp.concatenate([first + 1, decay]),
-    jnp.concatenate([first, x @ params["w"]]),
-  )
-
-  def join(a, b):
-    return a[0] * b[0], b[0] * a[1] + b[1]
-
-  return error(
-    params, jnp.tanh(lax.associative_scan(join, (decay, x))[1][-1]), batch
-  )
 
 
 @add("dropout in a scan")
@@ -283,47 +212,7 @@ def checkpointed_scan(params, batch):
   return error(params, lax.scan(body, start, in_time(batch))[0], batch)
 
 
-@add("checkpoint")
-def checkpointed(params, batch):
-  policy = jax.checkpoint_policies.nothing_saveable
-
-  @functools.partial(jax.checkpoint, policy=policy)
-  def features(params, x):
-    return lax.fori_loop(
-      0, 2, lambda i, h: h + dense(params, x), jnp.zeros(x.shape)
-    )
-
-  return error(params, jnp.mean(features(params, batch["x"]), 1), batch)
-
-
-@add("searchsorted")
-def searchsorted(params, batch):
-  """By bisection, which is a loop."""
-  edges = jnp.sort(params["b"])
-  place = jnp.searchsorted(edges, batch["y"], method="scan")
-  h = jnp.mean(dense(params, batch["x"]), 1) * params["u"][place % WIDTH]
-  return error(params, h, batch)
-
-
-@add("random.gamma")
-def gamma(params, batch):
-  """A draw that is rejected until it fits, and its derivative; a key that all rows share."""
-  shape = jax.nn.softplus(jnp.mean(batch["x"] @ params["w"], 1)) + 0.5
-  draw = jax.vmap(functools.partial(jax.random.gamma, jax.random.key(1)))
-  return error(params, draw(shape), batch)
-
-
 # Derivatives in the loss, and rules of the user's.
-
-
-@add("vjp of ones")
-def vjp_of_ones(params, batch):
-  def out(x):
-    return jnp.sum(dense(params, x), (1, 2))
-
-  _, backward = jax.vjp(out, batch["x"])
-  (g,) = backward(jnp.ones(len(batch["x"])))
-  return error(params, jnp.mean(g, 1), batch)
 
 
 @add("gradient penalty")
@@ -337,25 +226,6 @@ def gradient_penalty(params, batch):
 
   g = jax.grad(out)(in_time(batch))
   return jnp.sum(g**2, (0, 2)) + error(params, batch["x"][:, 0], batch)
-
-
-@add("jacfwd")
-def jacobian(params, batch):
-  def one(params, row):
-    jacobian = jax.jacfwd(lambda x: dense(params, x))(row["x"][0])
-    return jnp.sum(jacobian**2) + of_row(params, row)
-
-  return of_rows(one)(params, batch)
-
-
-@add("Hessian times vector")
-def hessian(params, batch):
-  def one(params, row):
-    gradient = jax.grad(lambda x: jnp.sum(dense(params, x)))
-    _, hvp = jax.jvp(gradient, (row["x"][0],), (jnp.ones(WIDTH),))
-    return error(params, hvp, row)
-
-  return of_rows(one)(params, batch)
 
 
 @jax.custom_vjp
@@ -375,23 +245,6 @@ scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), scaled_backward)
 def custom_vjp(params, batch):
   h = jnp.mean(dense(params, batch["x"]), 1)
   return error(params, scaled(h, jnp.broadcast_to(params["b"], h.shape)), batch)
-
-
-@jax.custom_jvp
-def rounded(x, step):
-  return jnp.round(x / step) * step
-
-
-@rounded.defjvp
-def rounded_jvp(primals, tangents):
-  """Straight through, and zeros for the step."""
-  return rounded(*primals), tangents[0] + jnp.zeros(primals[1].shape)
-
-
-@add("custom_jvp of constants")
-def custom_jvp(params, batch):
-  h = jnp.mean(dense(params, batch["x"]), 1)
-  return error(params, rounded(h, jnp.full(h.shape, 0.125)), batch)
 
 
 @jax.custom_vjp
@@ -466,12 +319,6 @@ def cholesky(params, batch):
   return error(params, solved[..., 0], batch)
 
 
-@add("eigh", usual_promotion=True)
-def eigh(params, batch):
-  values, _ = jnp.linalg.eigh(definite(params, batch))
-  return error(params, jnp.log(values), batch)
-
-
 @add("conjugate gradients", usual_promotion=True)
 def conjugate_gradients(params, batch):
   def one(a):
@@ -481,24 +328,6 @@ def conjugate_gradients(params, batch):
     return solved
 
   return error(params, jax.vmap(one)(definite(params, batch)), batch)
-
-
-@add("custom_root")
-def custom_root(params, batch):
-  """The root of ``x + x**3 = c`` by Newton's method, in a fixed number of steps from zeros."""
-  c = jnp.mean(dense(params, batch["x"]), 1)
-
-  def solve(f, start):
-    derivative = lambda x: 1 + 3 * x**2  # noqa: E731
-    return lax.fori_loop(0, 12, lambda i, x: x - f(x) / derivative(x), start)
-
-  root = lax.custom_root(
-    lambda x: x + x**3 - c,
-    jnp.zeros(c.shape),
-    solve,
-    lambda g, y: y / g(jnp.ones(y.shape)),
-  )
-  return error(params, root, batch)
 
 
 @add("odeint", usual_promotion=True)
@@ -531,44 +360,12 @@ def ctc(params, batch):
 # What moves numbers about.
 
 
-@add("top_k and sort")
-def top_k(params, batch):
-  h = jnp.mean(dense(params, batch["x"]), 1)
-  largest, _ = lax.top_k(h * params["b"][None], 3)
-  return jnp.sum(largest, -1) + error(params, jnp.sort(h, axis=-1), batch)
-
-
-@add("cumsum")
-def cumsum(params, batch):
-  return error(
-    params, jnp.mean(jnp.cumsum(dense(params, batch["x"]), 1) ** 2, 1), batch
-  )
-
-
-@add("segment_sum")
-def segment_sum(params, batch):
-  def one(params, row):
-    segments = jnp.concatenate([row["label"], row["label"]])
-    sums = jax.ops.segment_sum(dense(params, row["x"]), segments, CLASSES)
-    return error(params, jnp.sum(sums**2, 0), row)
-
-  return of_rows(one)(params, batch)
-
-
 @add("scatter into zeros")
 def scatter(params, batch):
   h = jnp.mean(dense(params, batch["x"]), 1)
   here = jnp.arange(len(h))
   out = jnp.zeros((len(h), WIDTH)).at[here, batch["label"][:, 0]].add(h[:, 0])
   return error(params, out.at[:, 0].set(h[:, 1]), batch)
-
-
-@add("FFT")
-def fft(params, batch):
-  spectrum = jnp.fft.rfft(batch["x"] @ params["w"], axis=1)
-  return error(
-    params, jnp.sum(jnp.real(spectrum) ** 2 + jnp.imag(spectrum), 1), batch
-  )
 
 
 # Layers of libraries.
@@ -606,51 +403,6 @@ def linen_layers():
   return params, lambda params, x: module.apply(params, jnp.mean(x, 1), None)[0]
 
 
-@add_module("nnx LSTM")
-def nnx_rnn():
-  rngs = nnx.Rngs(0)
-  module = nnx.RNN(
-    nnx.LSTMCell(WIDTH, WIDTH, param_dtype=np.float64, rngs=rngs)
-  )
-  graph, params, rest = nnx.split(module, nnx.Param, ...)
-
-  def features(params, x):
-    return nnx.merge(graph, params, rest, copy=True)(x)[:, -1]
-
-  return params, features
-
-
-@add_module("Haiku LSTM")
-def haiku_rnn():
-  def fun(x):
-    lstm = hk.LSTM(WIDTH)
-    return hk.dynamic_unroll(
-      lstm, jnp.moveaxis(x, 1, 0), lstm.initial_state(len(x))
-    )[0][-1]
-
-  transformed = hk.without_apply_rng(hk.transform(fun))
-  params = jax.jit(transformed.init)(
-    jax.random.key(0), jnp.zeros((1, TIMES, WIDTH))
-  )
-  return params, transformed.apply
-
-
-@add_module("Equinox GRU")
-def equinox_gru():
-  params, rest = eqx.partition(
-    eqx.nn.GRUCell(WIDTH, WIDTH, key=jax.random.key(0)), eqx.is_array
-  )
-
-  def features(params, x):
-    step = eqx.combine(params, rest)
-    start = jnp.zeros(WIDTH)
-    return jax.vmap(
-      lambda x: lax.scan(lambda h, x: (step(x, h), None), start, x)[0]
-    )(x)
-
-  return params, features
-
-
 @add("Equinox, bounded while", usual_promotion=True)
 def equinox_bounded(params, batch):
   x = in_time(batch)
@@ -663,11 +415,4 @@ def equinox_bounded(params, batch):
   _, h = eqx.internal.while_loop(
     lambda s: s[0] < TIMES, body, start, kind="bounded", max_steps=TIMES
   )
-  return error(params, h, batch)
-
-
-@add("Equinox, error_if", usual_promotion=True)
-def equinox_error(params, batch):
-  h = jnp.mean(dense(params, batch["x"]), 1)
-  h = eqx.error_if(h, jnp.any(jnp.abs(h) > 2), "more than tanh gives")
   return error(params, h, batch)
