@@ -11,7 +11,6 @@ from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import relaxed
-from support.samples import more
 
 import optax_accum
 from optax_accum import count_collectives
@@ -91,17 +90,11 @@ def total_and_weight(params, batch):
   ("mesh", "spec", "options"),
   [
     ("one device", P(), {"in_place": True}),
-    more("one device", P(), {}),
     ("one device", P(), {"has_weight": True}),
-    more("one device", P(), SKIPPING),
     ("8 devices", P(), SKIPPING),
     ("8 devices", P("data"), {"has_weight": True}),
-    more("8 devices", P(), {}),
-    more("8 devices", P(), {"in_place": True}),
-    more("8 devices", P("data"), {}),
     ("2 axes", P("data"), {}),
-    more("2 axes", P(), {"in_place": True}),
-    more("2 axes", P(), SKIPPING),
+    ("2 axes", P(), {"in_place": True}),
   ],
 )
 def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):

@@ -162,6 +162,19 @@ def test_what_stands_once_is_donated_and_not_copied():
   assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))
 
 
+def test_what_was_returned_and_then_deleted_elsewhere_is_named():
+  """On several devices a call would end the process, in JAX 0.10."""
+  mesh = make_mesh(8)
+  params, teacher = devices.put((init_params(), copy_of(init_params())), mesh)
+  state = devices.put(MOMENTUM.init(params), mesh)
+  step = make_train_step(towards, MOMENTUM, num_microbatches=2)
+  batch = devices.put(X, mesh, jax.sharding.PartitionSpec("data"))
+  params, state, _ = step(params, state, batch, teacher)
+  jax.block_until_ready(jax.jit(lambda x: 2 * x, donate_argnums=0)(params["w"]))
+  with pytest.raises(RuntimeError, match=r"params\['w'\] has been deleted"):
+    step(params, state, batch, teacher)
+
+
 REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
 
 

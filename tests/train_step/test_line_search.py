@@ -9,10 +9,8 @@ import numpy as np
 import optax
 import pytest
 from support import devices, oracle
-from support.compiled import temp_bytes
 from support.devices import make_mesh
 from support.optimizers import relaxed
-from support.samples import more
 
 import optax_accum
 
@@ -74,24 +72,15 @@ def whole_padded_steps():
     return stepped
 
 
-@pytest.mark.parametrize(
-  ("options", "mesh"),
-  [
-    more({"microbatch_size": 3}, None),
-    ({"microbatch_size": 6}, (2, devices.EXPLICIT)),
-  ],
-)
-def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch(options, mesh):
-  mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
+def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch():
   with jax.enable_x64(True):
-    options = {
-      "weight_fn": PADDED["weight_fn"],
-      "donate": False,
-      "mesh": mesh,
-      **options,
-    }
     step = optax_accum.make_train_step(
-      loss_fn, relaxed(optax.lbfgs()), **options
+      loss_fn,
+      relaxed(optax.lbfgs()),
+      microbatch_size=6,
+      weight_fn=PADDED["weight_fn"],
+      donate=False,
+      mesh=make_mesh(2, kind=devices.EXPLICIT),
     )
     chex.assert_trees_all_close(
       padded_steps(step), whole_padded_steps(), rtol=1e-7
@@ -198,109 +187,3 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
     (1.0, -2.0), rel=1e-6
   )
   assert int(metrics["skipped_microbatches"]) == 1
-
-
-@pytest.mark.more
-def test_the_memory_of_lbfgs_falls_with_the_microbatches():
-  def deep(layers, batch):
-    x, _ = jax.lax.scan(
-      lambda x, w: (jnp.tanh(x @ w), None), batch["x"], layers
-    )
-    return jnp.mean((x.sum(-1) - batch["y"]) ** 2)
-
-  layers = jnp.zeros((6, 32, 32))
-  batch = {"x": jnp.ones((1024, 32)), "y": jnp.ones(1024)}
-  tx = optax.lbfgs()
-  state = jax.eval_shape(tx.init, layers)
-  temp = [
-    temp_bytes(
-      optax_accum.make_train_step(deep, tx, num_microbatches=n),
-      layers,
-      state,
-      batch,
-    )
-    for n in (1, 16)
-  ]
-  assert temp[0] > 4 * temp[1]
-
-
-def scaled_by_value():
-  """Steps against the gradient, scaled by the loss at other parameters."""
-
-  def update(updates, state, params, *, value_fn, **extra_args):
-    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, updates)
-    return jax.tree.map(lambda g: -0.1 * g * value_fn(moved), updates), state
-
-  return optax.GradientTransformationExtraArgs(lambda params: (), update)
-
-
-def derivative_of_a_step(derivative, by, run):
-  """Of the parameters after a step, where they or the batch, or both, depend on a number."""
-  rows = data(8) | {"valid": valid_of(derivative)}
-
-  def moved(amount):
-    start, batch = params(), {name: jnp.asarray(x) for name, x in rows.items()}
-    if by != "batch":
-      direction = jax.tree.map(
-        lambda x: np.cos(np.arange(x.size, dtype=np.float32)), start
-      )
-      start = jax.tree.map(
-        lambda p, d: p + amount * d.reshape(p.shape), start, direction
-      )
-    if by != "params":
-      batch["y"] = batch["y"] + amount * batch["x"][:, 0]
-    return run(start, batch)
-
-  return jax.jit(derivative(moved))(jnp.float32(0.3))
-
-
-def valid_of(derivative):
-  # Whether something counted is a loop, which reverse mode cannot pass.
-  return np.ones(8, np.float32) + (derivative is jax.jacfwd) * np.arange(
-    8, dtype=np.float32
-  )
-
-
-@functools.cache
-def derivative_of_the_whole_step(derivative, by):
-  def whole(start, batch):
-    value, grads = jax.value_and_grad(loss_fn)(start, batch)
-    extra_args = {"value": value, "value_fn": lambda p: loss_fn(p, batch)}
-    updates, _ = scaled_by_value().update(grads, (), start, **extra_args)
-    return optax.apply_updates(start, updates)
-
-  return derivative_of_a_step(derivative, by, whole)
-
-
-# Each way by the batch, by parameters and by both: half of them alone, half over a mesh.
-ALONE = [(jax.jacrev, "both")]
-OVER_A_MESH = [(jax.jacfwd, "both"), (jax.jacrev, "params")]
-
-
-@pytest.mark.parametrize(
-  ("derivative", "by", "mesh_size"),
-  [
-    *((*case, None) for case in ALONE),
-    more(jax.jacfwd, "batch", None),
-    # JAX 0.8 has no vmap of a sum over devices, which both Jacobians take.
-    *((*case, 2) for case in OVER_A_MESH if jax.__version_info__ >= (0, 9)),
-  ],
-)
-def test_a_step_that_reads_value_fn_can_be_differentiated_itself(
-  derivative, by, mesh_size
-):
-  step = optax_accum.make_train_step(
-    loss_fn,
-    scaled_by_value(),
-    num_microbatches=2,
-    weight_fn=PADDED["weight_fn"] if derivative is jax.jacfwd else None,
-    donate=False,
-    mesh=mesh_size and make_mesh(mesh_size),
-  )
-
-  def split(start, batch):
-    return step(start, (), batch)[0]
-
-  actual = derivative_of_a_step(derivative, by, split)
-  expected = derivative_of_the_whole_step(derivative, by)
-  chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=5e-6)

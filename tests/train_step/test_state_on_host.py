@@ -12,8 +12,7 @@ import pytest
 from support import devices
 from support.compiled import compilations
 from support.devices import make_mesh
-from support.optimizers import mini_step, relaxed, with_loss_elsewhere
-from support.samples import more
+from support.optimizers import relaxed, with_loss_elsewhere
 
 from optax_accum import (
   accumulate,
@@ -89,10 +88,9 @@ def in_place(tx, mesh=None, of_params=WHOLE, of_state=WHOLE):
     (None, WHOLE, WHOLE, None),
     (None, WHOLE, WHOLE, positive),
     (devices.AUTO, WHOLE, SHARDS, positive),
-    more(devices.AUTO, SHARDS, SHARDS, None),
     (EXPLICIT, SHARDS, SHARDS, positive),
   ],
-  ids=["one device", "weighted", "ZeRO-1", "FSDP", "explicit"],
+  ids=["one device", "weighted", "ZeRO-1", "explicit"],
 )
 def test_steps_are_those_of_the_optimizer(kind, of_params, of_state, weight_fn):
   mesh = None
@@ -132,22 +130,6 @@ def test_in_a_cycle_of_calls(sharded):
   check_kinds(actual[1])
 
 
-def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
-  mesh = make_mesh(8)
-
-  def place(tx):
-    params = devices.put(PARAMS, mesh, SHARDS)
-    return params, tx.init(PARAMS)
-
-  tx = state_on_host(relaxed(optax.adam(1e-2)))
-  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
-  params, state = place(tx)
-  _, state, _ = step(params, state, BATCH)
-  check_kinds(state)
-  for name, spec in SHARDS.items():
-    assert state[0].nu[name].sharding.spec == spec
-
-
 @pytest.mark.parametrize(
   ("wrapped", "plain"),
   [
@@ -179,30 +161,21 @@ def test_within_and_around_others(wrapped, plain):
   assert HOST in {x.sharding.memory_kind for x in moments}
 
 
-@pytest.mark.parametrize(
-  ("form", "over_devices"),
-  [more("update", False), more("apply", False), ("apply", True)],
-)
-def test_in_accumulate(form, over_devices):
+def test_in_accumulate_over_devices():
+  mesh = make_mesh(8)
+  mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
   def calls(inner):
-    tx = accumulate(inner, 2, axis_name="data" if over_devices else None)
-    step = mini_step(tx, form)
+    tx = accumulate(inner, 2, axis_name="data")
 
     def call(params, state, x):
-      grads = jax.grad(loss_fn)(params, x)
-      return step(params, state, grads)
+      return tx.apply(jax.grad(loss_fn)(params, x), state, params)
 
-    init = tx.init
-    if over_devices:
-      mesh = make_mesh(8)
-      specs = accumulate_specs(jax.eval_shape(init, PARAMS), "data")
-      mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-      init = mapped(init, in_specs=P(), out_specs=specs)
-      given = P(), specs, P("data")
-      call = mapped(call, in_specs=given, out_specs=(P(), specs))
-    params = jax.device_put(PARAMS, jax.devices()[0])
-    if over_devices:
-      params = devices.put(PARAMS, mesh)
+    specs = accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data")
+    init = mapped(tx.init, in_specs=P(), out_specs=specs)
+    given = P(), specs, P("data")
+    call = mapped(call, in_specs=given, out_specs=(P(), specs))
+    params = devices.put(PARAMS, mesh)
     state = jax.jit(init)(params)
     check_kinds_of_inner(inner, state)
     call = jax.jit(call, donate_argnums=(0, 1))
@@ -277,16 +250,6 @@ def test_what_the_type_of_an_array_hides_is_refused(donate):
   restored = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   placed = jax.device_put(restored, jax.tree.map(lambda x: x.sharding, like))
   check_kinds(step(params, placed, BATCH)[1])
-
-
-def test_a_state_on_the_host_without_the_transformation_is_an_error():
-  tx = relaxed(optax.trace(0.9))
-  step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
-  params = jax.tree.map(jnp.asarray, PARAMS)
-  state = state_on_host(tx).init(params)
-  with pytest.raises(ValueError, match="memory_space"):
-    step(params, state, BATCH)
-  step(params, jax.device_put(state, jax.memory.Space.Device), BATCH)
 
 
 def test_a_state_of_numpy_is_put_back_on_the_host():
