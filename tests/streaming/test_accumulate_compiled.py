@@ -170,50 +170,6 @@ def test_multisteps_does_cost_memory():
   assert temp(compiled(mini_step(theirs), theirs)) > 1
 
 
-@pytest.mark.parametrize(
-  ("form", "takes", "returns", "copied"),
-  [
-    ("apply", "params state grads", "params state", False),
-    ("apply", "state params grads", "state params", False),
-    ("update", "params state grads", "params state grads", False),
-    ("apply", "state params grads", "params state", True),
-    ("update", "params state grads", "state params", True),
-    ("apply", "params state grads", "grads params state", True),
-  ],
-)
-def test_donated_arguments_are_copied_if_they_are_returned_in_another_order(
-  takes, returns, copied, form
-):
-  tx = accumulate(OPTIMIZERS["adamw"], 8)
-
-  def step(*args):
-    given = dict(zip(takes.split(), args, strict=True))
-    params, state = mini_step(tx, form)(
-      given["params"], given["state"], given["grads"]
-    )
-    made = {
-      "params": params,
-      "state": state,
-      "grads": jax.tree.map(jnp.negative, given["grads"]),
-    }
-    return [made[name] for name in returns.split()]
-
-  shapes = {
-    "params": LARGE,
-    "state": jax.eval_shape(tx.init, LARGE),
-    "grads": LARGE,
-  }
-  args = [shapes[name] for name in takes.split()]
-  executable = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
-  # All is aliased either way, parameters and three times as much state: to the wrong arrays.
-  assert (
-    executable.memory_analysis().alias_size_in_bytes / LARGE_BYTES
-    == pytest.approx(4, abs=0.01)
-  )
-  assert temp(executable) > 1 if copied else temp(executable) < 0.005
-  assert (copies_of(executable.as_text(), LEAF) > 0) == copied
-
-
 def large_operations(executable):
   """The operations on whole parameters in a compiled program, counted by name."""
   return collections.Counter(

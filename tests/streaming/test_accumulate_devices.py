@@ -390,71 +390,6 @@ def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
     trees.assert_close(jax.device_get(params), whole_batch(2, 2), 1e-13)
 
 
-def flat(tree):
-  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-
-
-def sgd_steps(*each_grads_of, check_vma, axis_name="data"):
-  """How far steps of SGD go along the right gradient, over one microbatch: one for each."""
-  tx = accumulate(optax.sgd(1.0), 1, axis_name=axis_name)
-
-  def steps(params, batch):
-    return [
-      tx.apply(f(params, batch), tx.init(params), params)[0]
-      for f in each_grads_of
-    ]
-
-  (batch,), params = microbatches(1), init_params(np.float32)
-  batch = {**batch, "valid": np.ones_like(batch["valid"])}
-  batch = jax.tree.map(np.float32, batch)
-  specs = {
-    "in_specs": (P(), P("data")),
-    "out_specs": P(),
-    "check_vma": check_vma,
-  }
-  each = jax.jit(jax.shard_map(steps, mesh=make_mesh(DEVICES), **specs))(
-    params, batch
-  )
-  right = flat(jitted_grad(params, batch))
-  return [
-    (flat(params) - flat(jax.device_get(new))) @ right / (right @ right)
-    for new in each
-  ]
-
-
-jitted_grad = jax.jit(jax.grad(loss_fn))
-
-
-def of_own_copy(params, batch):
-  return jax.grad(loss_fn)(vary(params), batch)
-
-
-def of_shared_params(params, batch):
-  return jax.grad(loss_fn)(params, batch)
-
-
-def of_the_mean_loss(params, batch):
-  return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(
-    vary(params)
-  )
-
-
-def test_the_scale_is_right_and_the_known_errors_are_not():
-  exact = lambda scale: pytest.approx(scale, rel=1e-5)  # noqa: E731
-  own, of_mean_loss = sgd_steps(of_own_copy, of_the_mean_loss, check_vma=True)
-  assert own == exact(1)
-  # The share of a device in the mean loss, of which accumulate takes the mean.
-  assert of_mean_loss == exact(1 / 8)
-  assert sgd_steps(of_own_copy, check_vma=False) == [exact(1)]
-  # JAX sums the gradient of what is the same on all devices, and their mean is the same again.
-  pmean = lambda *args: jax.lax.pmean(vary(of_shared_params(*args)), "data")  # noqa: E731
-  along = sgd_steps(of_shared_params, pmean, check_vma=True, axis_name=None)
-  assert along == [exact(8)] * 2
-  # Nobody reduces, and the first device's parameters are taken for all: any step.
-  (along,) = sgd_steps(of_own_copy, check_vma=False, axis_name=None)
-  assert abs(along - 1) > 1e-3
-
-
 def own(params, batch, axes):
   return jax.grad(loss_fn)(vary(params, axes), batch)
 
@@ -562,29 +497,6 @@ def test_specs_are_those_of_the_outermost_accumulation():
   assert specs["params"] == specs["opt"][0].acc_weight == P()
   assert specs["opt"][0].acc_grads == P("data")
   assert specs["opt"][0].inner_opt_state.acc_grads == P()
-
-
-def test_a_state_that_is_saved_whole_goes_on():
-  tx, params = (
-    accumulate(optax.sgd(1.0), 2, axis_name="data"),
-    np.zeros(1, np.float32),
-  )
-  step = jax.pmap(mini_step(tx, "apply"), axis_name="data")
-  grads = np.float32(np.arange(2 * DEVICES).reshape(2, DEVICES, 1) ** 2)
-
-  def cycle_over(between):
-    """Half a cycle under `pmap`, `between`, and the other half: the parameters."""
-    held = step(*replicate((params, tx.init(params))), grads[0])
-    return same_on_all(np.asarray(step(*between(held), grads[1])[0]))
-
-  expected = -np.mean(np.arange(2.0 * DEVICES) ** 2)
-  assert cycle_over(jax.device_get) == pytest.approx(expected)
-  # What flax's unreplicate and replicate do. Copies of one device's gradients have the shapes of
-  # all devices': nothing can tell.
-  lost = cycle_over(
-    lambda held: replicate(trees.index(jax.device_get(held), 0))
-  )
-  assert abs(lost - expected) > 1
 
 
 SPECS = {

@@ -173,22 +173,3 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
   )
   with pytest.raises(TypeError, match="value"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-
-
-CLIP = optax.clip_by_global_norm(0.5)
-ORDERS = {  # what runs on the whole batch, and the same with the clip or the moments outside
-  "clip": (
-    optax.chain(CLIP, optax.sgd(0.1)),
-    optax.chain(CLIP, accumulated(optax.sgd(0.1))),
-  ),
-  "adam": (ADAM, optax.chain(accumulated(optax.identity()), ADAM)),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_what_stands_outside_is_another_optimizer(name):
-  inner, outside = ORDERS[name]
-  expected, _ = whole(inner)
-  inside, _ = stream(accumulated(inner))
-  trees.assert_close(inside, expected, 1e-5)
-  assert trees.largest_difference(stream(outside)[0], expected) > 1e-2

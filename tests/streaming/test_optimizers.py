@@ -189,40 +189,6 @@ def test_three_cycles_are_three_steps(name):
     np.testing.assert_allclose(leaf[1::2], whole_leaf, atol=10 * tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
-@pytest.mark.parametrize(
-  ("name", "of_grads"),
-  [
-    *(
-      (name, jnp.float32) if name in OF_EACH_KIND else more(name, jnp.float32)
-      for name in NAMES
-    ),
-    # Those of the parameters, as above.
-    *(
-      (name, jnp.bfloat16)
-      for name in ("sgd", "adamw", "adafactor", "contrib.mechanize")
-    ),
-  ],
-)
-def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(
-  name, of_grads
-):
-  params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
-  grads = jax.tree.map(lambda p: p.astype(of_grads), params)
-  # in optax alone it fails with parameters of another dtype
-  if name == "contrib.mechanize":
-    params = grads
-  tx = accumulate(make(name), every_k=2)
-  state = jax.eval_shape(tx.init, grads)
-  extra = {"value": 1.0} if name in TAKES_VALUE else {}
-  stepped, after = jax.eval_shape(
-    mini_step(tx, "apply"), params, state, grads, **extra
-  )
-  assert jax.tree.map(lambda x: x.dtype, (stepped, after)) == jax.tree.map(
-    lambda x: x.dtype, (params, state)
-  )
-
-
 def _arrays(state):
   """The state with its random keys as numbers."""
   return jax.tree.map(
