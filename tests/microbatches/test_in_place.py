@@ -361,7 +361,6 @@ REFUSED = (
   [
     (of_map, True, "params"),
     (of_fori, False, "batch"),
-    (of_map, False, "closure"),
     (of_fori, True, "weights"),
   ],
 )

@@ -8,24 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import trees
 from support.devices import make_mesh
 
 from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
 
 TX = optax.sgd(0.1)
 X = jnp.arange(12.0).reshape(4, 3)
-
-
-class Normed(nnx.Module):
-  def __init__(self):
-    self.linear, self.norm = (
-      nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
-      nnx.BatchNorm(2, rngs=nnx.Rngs(0)),
-    )
-
-  def __call__(self, x):
-    return self.norm(self.linear(x))
 
 
 class Noisy(nnx.Module):
@@ -91,36 +79,6 @@ def one_step(fun, params, opt_state):
   return make_train_step(fun, TX, num_microbatches=2, donate=False)(
     params, opt_state, X
   )
-
-
-def test_of_a_train_state_one_passes_its_params_and_state():
-  state = linen_state()
-
-  def fun(params, x):
-    return jnp.mean(state.apply_fn(params, x) ** 2)
-
-  params, opt_state, _ = one_step(fun, state.params, state.opt_state)
-  grads = jax.grad(fun)(state.params, X)
-  expected = state.apply_gradients(grads=grads)
-  trees.assert_close(
-    state.replace(params=params, opt_state=opt_state).params,
-    expected.params,
-    1e-6,
-  )
-
-
-def test_of_an_nnx_module_one_passes_the_parameters_of_its_split():
-  model = Normed()
-  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-  def fun(params, x):
-    return jnp.mean(nnx.merge(graphdef, params, rest, copy=True)(x) ** 2)
-
-  new, _, _ = one_step(fun, params, TX.init(params))
-  grads = jax.jit(jax.grad(fun))(params, X)
-  expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-  nnx.update(model, new)  # params may be the model's own variables
-  trees.assert_close(nnx.state(model, nnx.Param), expected, 1e-6, least=0.1)
 
 
 @pytest.mark.parametrize(

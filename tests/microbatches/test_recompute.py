@@ -467,41 +467,6 @@ def test_devices_add_up_cotangents_in_float32(how):
   )
 
 
-def test_extremes_over_devices_have_their_derivative():
-  mesh, axes = make_mesh(4), {"in_specs": (P(), P("data")), "out_specs": P()}
-
-  def fun(params, x):
-    return jnp.max(encode(params, x), axis=0)
-
-  split = in_parts(fun, reduction="max", num_microbatches=2, axis_name="data")
-  mapped = jax.shard_map(split, mesh=mesh, **axes)
-  with jax.enable_x64(True):
-    params, x = init_params(), two_views(16)[0]
-    each = [jax.jit(derivatives_of(f)) for f in (fun, mapped)]
-    expected, actual = (f(params, x) for f in each)
-    trees.assert_close(actual, expected, 1e-12)
-    # rows that are alike share a derivative, in whatever parts
-    expected, actual = (f(params, np.tile(x[:1], (16, 1))) for f in each)
-    trees.assert_close(actual[0][0], expected[0][0], 1e-12)
-    trees.assert_close(actual[0][1].sum(0), expected[0][1].sum(0), 1e-12)
-    trees.assert_close(actual[1], expected[1], 1e-12)
-    nan = np.array(x)
-    nan[3, 0] = np.nan
-    assert np.isnan(jax.jit(mapped)(params, nan)).all()
-
-
-def derivatives_of(fun):
-  """Those of reverse mode and of forward mode."""
-
-  def derivatives(params, x):
-    gradient = jax.grad(
-      lambda params, x: jnp.sum(jnp.sin(fun(params, x))), (0, 1)
-    )
-    return gradient(params, x), jax.jvp(fun, (params, x), (params, x))[1]
-
-  return derivatives
-
-
 @pytest.mark.parametrize("how", ["axis_name", "pcast", "neither"])
 def test_in_a_users_shard_map_the_gradient_is_that_of_all_devices(how):
   mesh = make_mesh(8)

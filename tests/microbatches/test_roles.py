@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 
 from optax_accum import (
-  check_split,
   make_train_step,
   microbatch,
   microbatch_value_and_grad,
@@ -308,17 +306,6 @@ def test_keys_that_microbatch_would_share_are_refused():
   assert (len(set(own.tolist())), len(set(shared.tolist()))) == (2, 1)
 
 
-def test_a_fix_names_all_keys():
-  def loss_fn(w, first, x, second):
-    keys = first, second
-    masks = [jax.random.uniform(key, x.shape) for key in keys]
-    return jnp.mean(w * x * masks[0] * masks[1])
-
-  args = jnp.ones(()), jax.random.key(0), jnp.ones(4), jax.random.key(1)
-  report = check_split(loss_fn, *args, batch_argnums=2, rng_argnums=1)
-  assert (report.verdict, report.fix) == ("random", "rng_argnums=(1, 3)")
-
-
 def test_keys_that_are_split_or_carried_are_not_refused():
   keys, uniform = (
     jax.random.split(jax.random.key(0), 4),
@@ -338,53 +325,3 @@ def test_keys_that_are_split_or_carried_are_not_refused():
     np.float32(1), np.ones(4, np.float32), jax.random.key(0)
   )
   assert noise[0] != noise[1]
-
-
-def noisy_product(w, x, *, y, key):
-  drawn = jax.random.uniform(key, y.shape)
-  return jnp.mean(w * x * y * drawn), drawn
-
-
-def by_position(w, x, y, key):
-  return noisy_product(w, x, y=y, key=key)
-
-
-def of_microbatch(fun, **options):
-  run = jax.jit(microbatch(fun, reduction=("mean", "concat"), **options))
-  return lambda *args, **named: run(np.float32(2), *args, **named)
-
-
-def of_gradient(fun, **options):
-  more = {"has_aux": True, "aux_reduction": "concat"}
-  run = jax.jit(microbatch_value_and_grad(fun, **more, **options))
-  return lambda *args, **named: run(np.float32(2), *args, **named)[0]
-
-
-def of_step(fun, **options):
-  tx, more = optax.sgd(0.1), {"has_aux": True, "aux_reduction": "concat"}
-  step = make_train_step(fun, tx, donate=False, **more, **options)
-
-  def run(*args, **named):
-    metrics = step(np.float32(2), tx.init(2.0), *args, **named)[-1]
-    return metrics["loss"], metrics["aux"]
-
-  return run
-
-
-@pytest.mark.parametrize("of", [of_microbatch, of_gradient, of_step])
-def test_a_name_is_a_keyword_of_the_call(of):
-  x, y = np.float32(X[:, 0]), np.float32(Y)
-  key = jax.random.key(0)
-  run = functools.partial(of, num_microbatches=4)
-  expected = run(by_position, batch_argnums=(1, 2), rng_argnums=3)(x, y, key)
-  for names in ({"batch_argnums": (1, "y")}, {"batch_argnums": ("x", "y")}):
-    named = run(noisy_product, rng_argnums="key", **names)
-    args, kwargs = ((x,), {}) if 1 in names["batch_argnums"] else ((), {"x": x})
-    trees.assert_close(named(*args, y=y, key=key, **kwargs), expected, 0)
-  # Passed by position it would not be found.
-  for options, name in [
-    ({"batch_argnums": (1, "y"), "rng_argnums": 3}, "y"),
-    ({"batch_argnums": (1, 2), "rng_argnums": ("key",)}, "key"),
-  ]:
-    with pytest.raises(ValueError, match=rf"names argument '{name}' .*keyword"):
-      run(by_position, **options)(x, y, key)
