@@ -144,28 +144,3 @@ def test_a_failing_draw_is_shrunk_to_what_makes_it_fail():
   draw = next(draw for draw in (drawn(4, i) for i in range(200)) if fails(draw))
   assert len(str(draw).split()) > 5
   assert str(shrunk(draw, fails)) == "place=mesh weights=floats"
-
-
-def test_the_command_runs_one_draw_or_many(capsys, monkeypatch):
-  assert whole_batch.main(["--draw", "entry=update optimizer=momentum"]) == 0
-  assert capsys.readouterr().out == "right\n"
-  seeds = []
-  line = parsed("entry=update optimizer=momentum")
-  monkeypatch.setattr(
-    whole_batch,
-    "drawn",
-    lambda seed, index: seeds.append((seed, index)) or line,
-  )
-  assert whole_batch.main(["--draws", "2", "--seed", "5"]) == 0
-  assert "2 draws, 0 wrong" in capsys.readouterr().out
-  assert seeds == [(5, 0), (5, 1)]
-  monkeypatch.setattr(
-    whole_batch, "drawn", lambda seed, index: Draw(weights="counts", seed=3)
-  )
-  monkeypatch.setattr(
-    whole_batch, "problems", lambda draw: [f"{draw.weights} are wrong"]
-  )
-  assert whole_batch.main(["--draws", "1"]) == 1
-  out = capsys.readouterr().out
-  assert '0: --draw "weights=counts seed=3"\n  counts are wrong' in out
-  assert 'plainest: --draw ""\n  none are wrong' in out
