@@ -11,7 +11,6 @@ from support.optimizers import FORMS, mini_step
 
 from optax_accum import (
   accumulate,
-  make_train_step,
   microbatch_value_and_grad,
 )
 
@@ -229,33 +228,6 @@ def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
   for g, w in ((one, 2.0**25), (one, 1.0), (nan, 0.0)):
     updates, state = update(g, state, weight=np.float32(w))
   np.testing.assert_array_equal(updates, [-1, -1])
-
-
-def test_float64_weights_reach_the_optimizer_in_float64():
-  with jax.enable_x64(True):
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.normal(size=16), "valid": rng.uniform(0.1, 1, 16)}
-
-    def loss_fn(p, batch):
-      return jnp.sum(batch["valid"] * (p - batch["x"]) ** 2) / jnp.sum(
-        batch["valid"]
-      )
-
-    tx, params = accumulate(optax.sgd(1.0), 2), jnp.float64(1.0)
-    step = make_train_step(
-      loss_fn,
-      tx,
-      num_microbatches=2,
-      donate=False,
-      weight_fn=lambda b: jnp.sum(b["valid"]),
-    )
-    state, moved = tx.init(params), params
-    for half in (slice(0, 8), slice(8, 16)):
-      part = {name: x[half] for name, x in batch.items()}
-      moved, state, metrics = step(moved, state, part)
-    assert metrics["total_weight"].dtype == jnp.float64
-    expected = params - jax.jit(jax.grad(loss_fn))(params, batch)
-    np.testing.assert_allclose(moved, expected, rtol=0, atol=2e-15)
 
 
 @pytest.mark.parametrize(

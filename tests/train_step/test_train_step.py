@@ -46,42 +46,6 @@ def value_grad_and_norm(params, batch):
   return value, grads, optax.tree.norm(grads)
 
 
-def whole_batch_steps(tx, params, batch, steps, loss_fn=loss_fn):
-  step = oracle.whole_batch_step(loss_fn, tx)
-  return oracle.take_steps(step, tx, params, [batch] * steps)
-
-
-def accumulated_steps(tx, params, batch, steps, loss_fn=loss_fn, **options):
-  step = optax_accum.make_train_step(loss_fn, tx, donate=False, **options)
-  return oracle.take_steps(step, tx, params, [batch] * steps)
-
-
-@functools.cache
-def three_steps_of_32_rows(tx):
-  with jax.enable_x64(True):
-    return whole_batch_steps(
-      tx, init_params(np.float64), digits(32, np.float64), 3
-    )
-
-
-@pytest.mark.parametrize(
-  ("tx", "options"),
-  [
-    (optax.sgd(0.1, momentum=0.9), {"num_microbatches": 4}),
-    (
-      relaxed(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
-      {"microbatch_size": 5},
-    ),
-  ],
-  ids=["sgd", "clip+adamw"],
-)
-def test_32_rows_in_microbatches_equal_32_at_once(tx, options):
-  with jax.enable_x64(True):
-    params, batch = init_params(np.float64), digits(32, np.float64)
-    actual = accumulated_steps(tx, params, batch, 3, **options)
-    trees.assert_close(actual, three_steps_of_32_rows(tx), 1e-10)
-
-
 def test_metrics_are_those_of_the_whole_batch():
   def with_aux(params, batch):
     return loss_fn(params, batch), {"rows": batch["y"]}
@@ -147,96 +111,6 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(
     )
     np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
     assert abs(expected - metrics["loss"]) > 1e-2
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
-  def tokens(batch):
-    return jnp.sum(batch["valid"])
-
-  def fun(params, batch):
-    logits = batch["x"] @ params["w1"] @ params["w2"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    total = jnp.sum(losses * batch["valid"])
-    return total / tokens(batch) if reduction == "mean" else total
-
-  params = init_params()
-  rng = np.random.default_rng(0)
-  batch = {
-    **digits(24),
-    "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32),
-  }
-  tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
-  step = optax_accum.make_train_step(
-    fun,
-    tx,
-    num_microbatches=3,
-    weight_fn=tokens,
-    reduction=reduction,
-    donate=False,
-  )
-  new, state = params, tx.init(params)
-  for part in (slice(0, 9), slice(9, 24)):
-    new, state, _ = step(new, state, trees.index(batch, part))
-  whole, _, _ = whole_batch_steps(optax.sgd(0.1), params, batch, 1, fun)
-  trees.assert_close(new, whole, 1e-6)
-
-
-POLYAK, MAX = (
-  optax.polyak_sgd(max_learning_rate=10.0),
-  {"max_learning_rate": 10.0},
-)
-
-
-@pytest.mark.parametrize(
-  ("tx", "mesh"),
-  [
-    (optax_accum.accumulate(POLYAK, 2), devices.AUTO),
-    (
-      optax.chain(
-        optax_accum.accumulate(
-          optax_accum.accumulate(
-            optax.inject_hyperparams(optax.polyak_sgd)(**MAX), 2
-          ),
-          1,
-        ),
-        optax.identity(),
-      ),
-      devices.EXPLICIT,
-    ),
-  ],
-)
-def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(
-  tx, mesh, usual_promotion
-):
-  def masked(params, batch):
-    errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
-    return jnp.sum(errors * batch["valid"]) / jnp.sum(batch["valid"])
-
-  x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
-  y = x.sum(1) + np.repeat(np.float32([0, 3]), 12)
-  # a microbatch, or a part of one, is padding
-  valid = np.arange(24, dtype=np.float32) % 8 > 1
-  batch, params = (
-    {"x": x, "y": y, "valid": np.float32(valid)},
-    {"w": jnp.zeros(3)},
-  )
-  mesh = mesh and make_mesh(2, kind=mesh)
-  step = optax_accum.make_train_step(
-    masked,
-    tx,
-    microbatch_size=2,
-    mesh=mesh,
-    weight_fn=lambda b: jnp.sum(b["valid"]),
-    donate=False,
-  )
-  new, state = params, tx.init(params)
-  for part in (slice(0, 8), slice(8, 24)):
-    new, state, metrics = step(new, state, trees.index(batch, part))
-  loss, grads = jax.jit(jax.value_and_grad(masked))(params, batch)
-  updates, _ = POLYAK.update(grads, POLYAK.init(params), params, value=loss)
-  assert abs(metrics["loss"] - loss) > 0.1
-  trees.assert_close(new, updates, 1e-5)
 
 
 def test_a_line_search_of_several_calls_is_refused():
