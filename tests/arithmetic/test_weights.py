@@ -152,38 +152,6 @@ def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
   np.testing.assert_allclose(grads, exact, rtol=3e-7)
 
 
-def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
-  def fun(p, batch, seen):
-    aux = {
-      "rows": jnp.int32(1),
-      "last": batch["weight"][0],
-      "most": batch["x"][0],
-    }
-    return p * jnp.sum(batch["x"]), (seen + 1, aux)
-
-  run = jax.jit(
-    microbatch_value_and_grad(
-      fun,
-      has_aux=True,
-      microbatch_size=1,
-      weight_fn=lambda batch: batch["weight"][0],
-      reduction="sum",
-      carry_argnum=2,
-      aux_reduction={"rows": "sum", "last": "last", "most": "max"},
-    )
-  )
-  for weights in ([1e10, 1e-29], [5e8, 1e-30], [1e-3, 1e30]):
-    batch = {"x": np.float32([1, 2]), "weight": np.float32(weights)}
-    (loss, (seen, aux)), grad = run(np.float32(1), batch, np.int32(0))
-    assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (
-      3,
-      3,
-      2,
-      2,
-    )
-    assert (aux["last"], aux["most"]) == (np.float32(weights[1]), 2)
-
-
 @forms
 def test_where_every_call_steps_a_traced_weight_that_is_none_shows(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)

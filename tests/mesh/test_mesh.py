@@ -19,7 +19,6 @@ from support.optimizers import relaxed, with_loss_elsewhere
 from optax_accum import (
   count_collectives,
   make_train_step,
-  microbatch,
   microbatch_value_and_grad,
 )
 
@@ -421,20 +420,3 @@ def test_accumulators_take_the_shardings_of_the_parameters():
   assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(
     params.sharding, 2
   )
-
-
-def test_last_over_devices_is_the_last_that_counts():
-  def fun(x):
-    return x[-1]
-
-  run = microbatch(
-    fun,
-    reduction="last",
-    num_microbatches=1,
-    weight_fn=lambda x: jnp.sum(x < 6),
-    axis_name="data",
-  )
-  mapped = jax.shard_map(
-    run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P()
-  )
-  assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5

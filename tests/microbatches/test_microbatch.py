@@ -286,25 +286,6 @@ def test_a_prefix_tree_gives_each_output_its_reduction(size):
   assert out["small"].dtype == jnp.int32
 
 
-def test_stack_and_last_are_in_the_order_of_the_microbatches():
-  numbers = [1, 2, 3, 6]
-  runs = [
-    optax_accum.microbatch(
-      lambda x: (jnp.sum(x), jnp.sum(x)),
-      reduction=("stack", "last"),
-      num_microbatches=n,
-    )
-    for n in numbers
-  ]
-  every = jax.jit(lambda x: [run(x) for run in runs])(
-    np.arange(6, dtype=np.float32)
-  )
-  for n, (stacked, last) in zip(numbers, every, strict=True):
-    sums = [float(np.sum(np.arange(6.0)[i::n])) for i in range(n)]  # strided
-    assert stacked.tolist() == sums
-    assert float(last) == sums[-1]
-
-
 @pytest.mark.parametrize("names", ["last", ("stack", "last", "sum")])
 def test_the_smaller_last_microbatch_is_last(names):
   fun = jnp.sum if names == "last" else lambda x: (jnp.sum(x),) * 3
