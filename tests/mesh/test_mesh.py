@@ -13,7 +13,6 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.matrix_flops import matrix_flops
 from support.optimizers import relaxed, with_loss_elsewhere
 
 from optax_accum import (

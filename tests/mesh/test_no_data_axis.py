@@ -15,7 +15,6 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT
-from support.matrix_flops import matrix_flops
 from support.optimizers import relaxed
 
 from optax_accum import (
