@@ -236,10 +236,6 @@ class FlaxStep(Runnable[Any], Step):
         )
     return loss, updates, aux
 
-  def of_loss(self, args: Sequence[Any]):
-    batch = args[self.batch_position]
-    return Arguments(batch=batch).of_loss()
-
   def _given(self, *args, **kwargs) -> tuple[Held, Arguments]:
     """What a call steps, and the arguments of its program."""
     held, batch, rngs, further = self._parts(*args, **kwargs)
