@@ -42,9 +42,9 @@ def nnx_loss(model, batch):
     (lambda: microbatch(jnp.mean, num_microbatches=4), "missing .*'reduction'"),
     (lambda: microbatch_value_and_grad(jnp.mean, 0, False, 4), "3 positional arguments but 4"),
     (lambda: plan_microbatches(lambda n: None, (), (), BATCH), "2 positional arguments but 4"),
-    (lambda: linen_train_step(linen_loss, accum_steps=2), "no option 'accum_steps'"),
+    (lambda: linen_train_step(linen_loss, accum_steps=2), "unexpected .*'accum_steps'"),
     (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
-    (lambda: nnx_train_step(nnx_loss, every_k=2), "no option 'every_k'"),
+    (lambda: nnx_train_step(nnx_loss, every_k=2), "unexpected .*'every_k'"),
     (lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
   ],
 )  # fmt: skip
@@ -87,23 +87,6 @@ elsewhere.__module__ = "optax_losses"
         (jnp.zeros(()), "ArrayImpl"),
         (SGD, "GradientTransform"),
       )
-    ),
-    (
-      lambda: linen_train_step(
-        lambda variables, batch: 0.0, num_microbatches=2
-      ),
-      r"loss_fn takes \(variables, batch\), and linen_train_step calls loss_fn\(variables, batch,"
-      r" rngs\): too many positional arguments. Let it take",
-    ),
-    (
-      lambda: linen_train_step(
-        functools.partial(linen_loss, batch=BATCH), num_microbatches=2
-      ),
-      r"have what functools\.partial fixes by name come last, or write a lambda",
-    ),
-    (
-      lambda: nnx_train_step(lambda model: 0.0, num_microbatches=2),
-      r"loss_fn takes \(model\), and nnx_train_step calls loss_fn\(model, batch\)",
     ),
   ],
 )
