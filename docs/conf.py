@@ -1,6 +1,11 @@
-"""How Sphinx builds the site: `sphinx-build -W -E -j auto docs docs/_build`. -E runs all guides."""
+"""How Sphinx builds the site: `sphinx-build -W -E -j auto docs docs/_build`.
 
-import os
+Pages are plain Markdown, which reads as well in the repository. What only the site has is added here:
+the navigation, and a link from each of our names in code to its page. Nothing runs: tests run the code
+of pages.
+"""
+
+import inspect
 import pathlib
 import sys
 
@@ -8,43 +13,63 @@ from docutils import nodes
 from sphinx import addnodes
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+sys.path.insert(0, str(ROOT))
 
 import optax_accum
-
-# Guides run on 8 devices, whatever the machine has: their processes inherit this.
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Code for the CPU is not optimized, and compiles in half the time. The programs are.
-os.environ["XLA_FLAGS"] = (
-  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-  " --xla_cpu_parallel_codegen_split_count=1"
-)
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+import optax_accum.flax
 
 project, author = "optax_accum", "optax_accum authors"
 copyright = f"2026, {author}"
 release = version = optax_accum.__version__
 
 extensions = [
-  "myst_nb",
+  "myst_parser",
   "sphinx.ext.autodoc",
   "sphinx.ext.autosummary",
   "sphinx.ext.napoleon",
   "sphinx.ext.viewcode",
   "sphinx_copybutton",
-  "sphinx_design",
 ]
-exclude_patterns = ["_build", "_templates", "jupyter_execute"]
+exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
 
-# Markdown. A guide is run whenever its page is read, and one that fails ends the build.
-myst_enable_extensions = ["colon_fence", "deflist"]
+# By caption, as the sidebar has them.
+NAVIGATION = {
+  "Start": [
+    "faq",
+    "migrating",
+    "guides/logging",
+    "guides/as_they_arrive",
+    "guides/checkpoints",
+    "guides/batch_size",
+    "when_not",
+  ],
+  "Your loss": ["losses", "guides/check", "guides/contrastive"],
+  "Your model": [
+    "guides/flax_linen",
+    "guides/nnx_equinox_haiku",
+    "guides/half_precision",
+  ],
+  "Devices and memory": [
+    "guides/choosing",
+    "guides/devices",
+    "guides/sharded_state",
+    "guides/state_on_host",
+  ],
+  "More": [
+    "sharp_edges",
+    "guides/troubleshooting",
+    "examples",
+    "performance",
+    "how_it_works",
+    "glossary",
+    "reference/index",
+    "changelog",
+    "contributing",
+  ],
+}
+
 myst_heading_anchors = 3
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 240
-nb_merge_streams = True
-nb_render_markdown_format = "myst"
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -89,6 +114,43 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "a11y-light", "github-dark"
+
+
+def add_navigation(app, docname, source):
+  """The trees that the sidebar shows: of the start page, and of the reference."""
+  trees = {"index": NAVIGATION, "reference/index": {"": REFERENCE}}
+  for caption, pages in trees.get(docname, {}).items():
+    lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages]
+    if not caption:
+      lines.remove(":caption: ")
+    source[0] += "\n\n" + "\n".join([*lines, "```"])
+
+
+REFERENCE = ["functions", "returned", "errors"]
+
+
+def link_names(app, doctree):
+  """A name of ours in code leads to its page."""
+  if app.env.docname.startswith("reference/functions"):
+    return
+  for literal in list(doctree.findall(nodes.literal)):
+    target = PAGES.get(literal.astext())
+    inside = (nodes.reference, nodes.title, addnodes.pending_xref)
+    linked = any(isinstance(literal.parent, kind) for kind in inside)
+    if target is None or linked:
+      continue
+    options = {"refdomain": "py", "reftype": "obj", "reftarget": target}
+    link = addnodes.pending_xref("", refdoc=app.env.docname, **options)
+    literal.replace_self(link)
+    link += literal
+
+
+PAGES = {
+  name: f"{module.__name__}.{name}"
+  for module in (optax_accum, optax_accum.flax)
+  for name, value in inspect.getmembers(module)
+  if inspect.isfunction(value) and not name.startswith("_")
+}
 
 
 def skip_fields(app, what, name, value, skip, options):
@@ -136,6 +198,8 @@ def as_sections(app, doctree):
 
 
 def setup(app):
+  app.connect("source-read", add_navigation)
+  app.connect("doctree-read", link_names)
   # before the contents are collected
   app.connect("doctree-read", as_sections, priority=100)
   app.connect("autodoc-skip-member", skip_fields)

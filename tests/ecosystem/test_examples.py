@@ -112,6 +112,9 @@ SUCCEEDS = [
     (),
     r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters",
   ),
+  ("per_row_gradients.py", (), r"64 at a time: 2\.\d+ MiB, relative error"),
+  ("loss_scaling.py", (), r"scale 262144, 2 steps skipped, loss 1\.\d+\n"),
+  ("grain_checkpoints.py", (), r"resumed: the same bits\n"),
   (
     "influence.py",
     ("--epochs", "5", "--planted", "10"),

@@ -1,20 +1,29 @@
 """docs/guides is true: what trains there trains in float64 too as whole batches do."""
 
-import csv
+import functools
+import gzip
 import json
 import pathlib
 import re
 
-from flax import nnx
+import equinox as eqx
+import flax.linen as nn
+from flax.training import train_state
 import jax
 import jax.numpy as jnp
+from jax.profiler import StepTraceAnnotation
 import numpy as np
 import optax
 import pytest
+from sklearn.datasets import load_digits
 from support import oracle, trees
 from support.pages import Page
 
-BATCH = Page("guides/batch_size.md")
+import optax_accum
+from optax_accum.flax import linen_train_step
+
+CONTRASTIVE = Page("guides/contrastive.md")
+LINEN = Page("guides/flax_linen.md")
 LOGGING = Page("guides/logging.md")
 MODELS = Page("guides/nnx_equinox_haiku.md")
 TROUBLESHOOTING = Page("guides/troubleshooting.md")
@@ -29,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")
   ("page", "section"),
   [
     (MODELS, "Equinox"),
-    (MODELS, "Haiku"),
     (LOGGING, "A setting of the loss"),
   ],
 )
@@ -61,252 +69,237 @@ def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
   assert not any(leaf.is_deleted() for leaf in names["original"])
 
 
-@pytest.mark.parametrize(
-  "section", ["Equinox, with state", "Haiku, with state"]
-)
-def test_state_is_that_of_a_loop_over_microbatches(section):
+def test_state_of_equinox_is_that_of_a_loop_over_microbatches():
+  def loss_fn(params, batch, state):
+    model = eqx.combine(params, static)
+    run = jax.vmap(
+      model, axis_name="rows", in_axes=(0, None), out_axes=(0, None)
+    )
+    logits, state = run(batch["x"], state)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return losses.mean(), (state, None)
+
   with jax.enable_x64(True):
-    model, _, loop = MODELS.blocks(section)[0].rpartition("step = ")
-    start = MODELS.run(model)
-    params, state, loss_fn, tx = (
-      start[name] for name in ("params", "state", "loss_fn", "tx")
+    names = MODELS.run()
+    norm = eqx.nn.BatchNorm(16, "rows", mode="batch")
+    model, state = eqx.nn.make_with_state(
+      lambda key: eqx.nn.Sequential(
+        [eqx.nn.Linear(64, 16, key=key), norm, eqx.nn.Linear(16, 10, key=key)]
+      )
+    )(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    tx = names["tx"]
+    found = jax.tree.map(jnp.copy, (params, tx.init(params), state))
+    step = optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=4, carry_argnum=2
     )
     opt_state = tx.init(params)
     grad = jax.jit(jax.grad(loss_fn, has_aux=True))
-    for batch in start["batches"]:
+    for batch in names["batches"]:
       total = jax.tree.map(jnp.zeros_like, params)
       for part in trees.strided(batch, 4):
         grads, (state, _) = grad(params, part, state)
         total = jax.tree.map(lambda t, g: t + g / 4, total, grads)
       updates, opt_state = tx.update(total, opt_state, params)
       params = optax.apply_updates(params, updates)
-    actual = MODELS.run(model + "step = " + loop)
-    found = jax.tree.leaves((actual["params"], actual["state"]))
-    trees.assert_close(
-      found, jax.tree.leaves((params, state)), 1e-10, least=1.0
-    )
-
-
-def test_nnx_keeps_the_best_model_and_pads():
-  names = MODELS.run(*MODELS.blocks("Statistics, masks, and the best model"))
-  model, evaluate, held_out = (
-    names[name] for name in ("model", "evaluate", "held_out")
-  )
-  assert float(evaluate(model, held_out)) == pytest.approx(
-    names["least"], rel=1e-6
-  )
-  assert names["least"] < 2.3
-  # What the mask is for: padding, and what is in it, changes nothing.
-  results = []
-  for fill in 0.0, 100.0:
-    nnx.update(model, jax.tree.map(jnp.copy, names["best"]))
-    optimizer = nnx.Optimizer(model, names["tx"], wrt=nnx.Param)
-    batch = names["pad"](names["batches"][0], 80)
-    batch["x"] = jnp.where(batch["mask"][:, None], batch["x"], fill)
-    model.train()
-    names["step"](model, optimizer, batch)
-    results.append(jax.tree.leaves(nnx.state(model)))
-  trees.assert_close(*results, 1e-6)
+      *found, _ = step(*found[:2], batch, found[2])
+    actual = jax.tree.leaves((found[0], found[2]))
+    expected = jax.tree.leaves((params, state))
+    trees.assert_close(actual, expected, 1e-10, least=1.0)
 
 
 def documented_metrics():
   """The names in the table of metrics."""
   return set(
-    re.findall(r"^\| `(\w+)`", LOGGING.sections["Logging"], re.MULTILINE)
+    re.findall(r"^\|`(\w+)`", LOGGING.sections["Logging"], re.MULTILINE)
   )
 
 
-def test_the_log_has_every_loss(tmp_path, monkeypatch):
-  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_the_log_has_every_loss():
   names = LOGGING.run(*LOGGING.blocks("Logging"))
-  assert int(names["metrics"]["aux"]["rows"]) == 64
-  assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   logged = names["numbers"](names["before"])
-  asked_for = {"noise_scale"}
   noise = {
     f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields
   }
   assert noise < logged.keys()
   assert logged.keys() - noise == names["before"].keys() - {"noise_scale"}
-  assert "aux.rows" in names["numbers"](names["metrics"])
-  assert names["metrics"].keys() | asked_for == documented_metrics()
-  # The agreement is the mean over pairs.
-  params = jax.device_get(names["params"])
-  step, loss, batch = (
-    names["step"],
-    names["loss_fn"],
-    names["batches"][0],
-  )
-  of_grads = names["look_at"](names["params"], batch)
-  *_, seen = step(names["params"], names["opt_state"], batch)
-  grads = [
-    jax.grad(loss)(params, part)["w"] for part in trees.strided(batch, 4)
+  assert names["before"].keys() | {"aux"} == documented_metrics()
+  losses = [entry["loss"] for entry in names["log"]]
+  assert losses[0] == pytest.approx(np.log(10))
+  assert len(losses) == 3
+  assert losses[2] < losses[0]
+
+
+def test_the_log_shows_gradients_and_counts():
+  names = LOGGING.run(*LOGGING.blocks("Logging"))
+  params, batch = names["params"], names["batches"][0]
+  parts = trees.strided(batch, 4)
+  expected = [
+    optax.tree.norm(jax.grad(names["loss_fn"])(params, part)["w"])
+    for part in parts
   ]
-  products = np.array([[np.vdot(a, b) for a in grads] for b in grads])
-  pairs = (products.sum() - products.trace()) / 12 / (products.trace() / 4)
-  ratio = seen["grad_norm"] ** 2 / of_grads["squared"]
-  assert (4 * ratio - 1) / 3 == pytest.approx(pairs, rel=1e-3)
-  assert 0 < names["agreement"] < 1
-  with open(names["path"]) as file:
-    rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
-  assert [i for i, _ in rows] == [0, 1, 2]
-  assert rows[0][1] == pytest.approx(np.log(10))
-  assert rows[2][1] < rows[0][1]
-
-
-def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
-  section = "Names in a profile"
-  documented = set(
-    re.findall(r"^\| `(\w+)`", TROUBLESHOOTING.sections[section], re.MULTILINE)
+  found = names["look"](params, batch)["w"]
+  trees.assert_close(found, jnp.stack(expected), 1e-5)
+  step = optax_accum.make_train_step(
+    names["counted_loss"],
+    names["tx"],
+    microbatch_size=20,
+    has_aux=True,
+    aux_reduction="sum",
   )
-  names = TROUBLESHOOTING.run(*TROUBLESHOOTING.blocks(section))
-  scopes = {
+  _, _, metrics = step(params, names["opt_state"], batch)
+  assert int(metrics["aux"]["rows"]) == 64
+  assert 0 < int(metrics["aux"]["correct"]) < 64
+
+
+def test_a_mark_of_a_profile_is_a_step_of_the_optimizer(tmp_path):
+  documented = re.findall(
+    r"^\|`(\w+)`",
+    TROUBLESHOOTING.sections["Names in a profile"],
+    re.MULTILINE,
+  )
+  assert set(documented) == {
     "microbatches",
     "accumulate",
     "optimizer",
     "end_of_cycle",
   }
-  assert documented == scopes  # and the page finds the first three
+  names = LOGGING.run(*LOGGING.blocks("Logging")[:1])
+  params, batch, loss_fn = (
+    names[name] for name in ("params", "batch", "loss_fn")
+  )
+  tx = names["tx"]
+  streaming = optax_accum.accumulate(tx, every_k=4)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=4, donate=False
+  )
+
+  @jax.jit
+  def mini_step(params, opt_state, batch):
+    return streaming.apply(jax.grad(loss_fn)(params, batch), opt_state, params)
+
+  opt_state, held = tx.init(params), streaming.init(params)
+  options = jax.profiler.ProfileOptions()
+  options.python_tracer_level = 0  # not every call of Python
+  with jax.profiler.trace(tmp_path, profiler_options=options):
+    for number in range(2):
+      with StepTraceAnnotation("train", step_num=number):
+        new = step(params, opt_state, batch)
+      with StepTraceAnnotation("streaming", step_num=number):
+        for _ in range(4):
+          params, held = mini_step(params, held, batch)
+    jax.block_until_ready((new, params))
+  [profile] = tmp_path.rglob("*.xplane.pb")
+  [timeline] = tmp_path.rglob("*.trace.json.gz")
+  for name in (b"microbatches", b"accumulate", b"optimizer"):
+    assert b"/%b/" % name in profile.read_bytes()
+  events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
   for mark, function, count in [
     ("train", "train_step", 1),
     ("streaming", "mini_step", 4),
   ]:
-    marks = [event for event in names["events"] if event.get("name") == mark]
+    marks = [event for event in events if event.get("name") == mark]
     assert [event["args"]["step_num"] for event in marks] == ["0", "1"]
     calls = [
-      e["ts"]
-      for e in names["events"]
-      if e.get("name") == f"PjitFunction({function})"
+      e["ts"] for e in events if e.get("name") == f"PjitFunction({function})"
     ]
     in_each = [
       sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks
     ]
     assert in_each == [len(calls) / 2] * 2
     # JAX may record a call twice, one in the other
-    assert len(calls) in (
-      2 * count,
-      4 * count,
-    )
+    assert len(calls) in (2 * count, 4 * count)
 
 
-@pytest.fixture(scope="module")
-def grown():
-  """What the page on the batch defines, in float64 and with fewer calls; and traces of the loss."""
-  code = "".join(BATCH.blocks("A batch that grows")[:4])
-  shorter = {
-    "0:8 10K:16 50K:32": "0:8 1K:16 3K:32",
-    "480": "48",
-    "101": "9",
-    "250": "30",
+def test_the_encoder_in_microbatches_has_the_gradient_of_the_whole_batch():
+  alone, over_devices = (
+    CONTRASTIVE.blocks("A contrastive loss"),
+    CONTRASTIVE.blocks("On several devices"),
+  )
+  names = CONTRASTIVE.run(*alone, *over_devices)
+  params, batch = names["params"], names["batch"]
+  losses = {
+    "whole": functools.partial(names["loss_fn"], encode=names["encode"]),
+    "parts": names["loss_fn"],
   }
-  for old, new in shorter.items():
-    assert old in code
-    code = code.replace(old, new)
-  promotion = (
-    jax.numpy_dtype_promotion("standard"),
-    jax.numpy_rank_promotion("allow"),
+  grads, temp = {}, {}
+  for name, loss in losses.items():
+    compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
+    temp[name] = compiled.memory_analysis().temp_size_in_bytes
+    grads[name] = jax.device_get(compiled(params, batch))
+  trees.assert_close(grads["parts"], grads["whole"], 1e-5)
+  assert temp["parts"] < temp["whole"] / 2
+  told = re.search(
+    r"takes (\d+) MiB of temporary memory instead of (\d+) MiB",
+    " ".join(CONTRASTIVE.sections["A contrastive loss"].split()),
   )
-  with jax.enable_x64(True), promotion[0], promotion[1]:
-    page, traces = BATCH.run(), []
-    model = page["train_lm"].Transformer(layers=1, width=32, dtype=jnp.float64)
+  found = [round(temp[name] / 2**20) for name in ("parts", "whole")]
+  assert [int(x) for x in told.groups()] == found
 
-    def loss_fn(params, windows):
-      traces.append(windows.shape)
-      logits = model.apply({"params": params}, windows[:, :-1])
-      return optax.softmax_cross_entropy_with_integer_labels(
-        logits, windows[:, 1:]
-      ).mean()
-
-    def init():
-      return jax.tree.map(lambda x: x.astype(np.float64), page["init"]())
-
-    names = BATCH.run(code, loss_fn=loss_fn, init=init)
-    return names, list(traces)
-
-
-def whole_batches(names, beta2):
-  """The parameters after the steps of `grown`, each on its whole batch."""
-
-  @jax.jit
-  def step(params, state, batch, rate, b2):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=b2))
-    updates, state = tx.update(
-      jax.grad(names["loss_fn"])(params, batch), state, params
+  unit = optax.sgd(1.0)  # its step is the gradient
+  for loss, right in ((names["gathered_loss"], True), (losses["parts"], False)):
+    step = optax_accum.make_train_step(
+      loss, unit, num_microbatches=1, mesh=names["mesh"], donate=False
     )
-    return optax.apply_updates(params, updates), state
-
-  params, calls, sizes = names["init"](), 0, []
-  state = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0)).init(
-    params
-  )
-  while calls < 48:
-    seen = calls * 8 * 32
-    rows = 8 if seen < 1000 else 16 if seen < 3000 else 32
-    parts = [
-      names["rows_of"](call, 8) for call in range(calls, calls + rows // 8)
-    ]
-    rate = names["of_tokens"](float(seen)) * (rows / 32) ** 0.5
-    params, state = step(
-      params, state, np.concatenate(parts), rate, beta2(rows)
-    )
-    calls, sizes = calls + len(parts), [*sizes, rows]
-  return params, sizes
+    new, _, _ = jax.device_get(step(params, unit.init(params), batch))
+    gradient = optax.tree.sub(jax.device_get(params), new)
+    off = optax.tree.norm(optax.tree.sub(gradient, grads["whole"]))
+    error = float(off / optax.tree.norm(grads["whole"]))
+    assert error < 1e-5 if right else error > 0.1
 
 
-def test_a_batch_that_grows_trains_as_on_whole_batches(grown):
-  names, traces = grown
-  assert len(traces) == 1  # one program, before and after resuming
-  assert (names["steps"], names["calls"]) == (6, 1)  # where it was saved
-  with jax.enable_x64(True):
-    actual, opt_state, _ = names["state"]
-    expected, sizes = whole_batches(names, lambda rows: 0.95 ** (rows / 32))
-    wrong, _ = whole_batches(names, lambda rows: 0.95)
-  assert sizes == [8] * 4 + [16] * 4 + [32] * 9
-  assert (opt_state.gradient_step, opt_state.mini_step) == (len(sizes), 0)
-  assert {leaf.dtype for leaf in jax.tree.leaves(expected)} == {
-    np.dtype("float64")
-  }
-  trees.assert_close(actual, expected, 1e-10)
-  assert trees.largest_difference(actual, wrong) > 1e-3
+class Network(nn.Module):
+  norm: str
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(32)(x)
+    if self.norm == "batch":
+      x = nn.BatchNorm(use_running_average=False)(x)
+    else:
+      x = nn.GroupNorm(num_groups=4)(x)
+    return nn.Dense(10)(nn.relu(x))
 
 
-def test_a_schedule_is_checked_and_reaches_a_trillion_tokens():
-  schedule, optimizer = BATCH.blocks("A batch that grows")[:2]
-  schedule = schedule.replace("0:8 10K:16 50K:32", "0:768 250B:1536")
-  names = BATCH.run(
-    schedule, optimizer.replace("CALLS = 480", "CALLS = 4_000_000_000")
-  )
-  # the step that begins with 250B tokens or more
-  first = -(-250_000_000_000 // (768 * 32))
-  assert [int(names["at"](step)[0]) for step in (0, first - 1, first)] == [
-    768,
-    768,
-    1536,
-  ]
-  seen = float(names["at"](first + 1000)[1])
-  assert seen == pytest.approx(first * 768 * 32 + 1000 * 1536 * 32, rel=1e-6)
-  assert 0 < float(names["learning_rate"](first)) < np.inf
-  for bad in "10K:8", "0:8 50K:16 10K:32", "0:0", "0:-8", "0:12", "0:8 10KB:16":
-    with pytest.raises((AssertionError, ValueError)):
-      names["batch_schedule"](bad)
+class StatsState(train_state.TrainState):
+  batch_stats: dict
 
 
-def test_bias_correction_takes_all_steps_to_have_had_the_present_batch():
-  names = BATCH.run(*BATCH.blocks("A batch that grows")[:2])
-  tx = optax.inject_hyperparams(optax.scale_by_adam)(b2=names["b2"])
-  ones, factors, rows = jnp.ones(()), [], 0
-  state, update = tx.init(ones), jax.jit(tx.update)
-  for i in range(119):
-    updates, state = update(ones, state)
-    factors.append(float(updates))
-    rows += int(names["at"](i)[0])
-    right = 1 - names["B2"] ** (rows / names["ROWS"])
-    assert factors[-1] == pytest.approx(
-      float(jnp.sqrt((1 - names["b2"](i) ** (i + 1)) / right)), rel=1e-3
-    )
-  assert factors[39] == pytest.approx(1, abs=1e-3)
-  assert factors[40] == pytest.approx(1.25, abs=0.005)
-  assert factors[118] == pytest.approx(1.04, abs=0.005)
+def test_batch_norm_sees_a_microbatch_and_group_norm_a_row():
+  digits = load_digits()
+  x, y = np.float32(digits.data[:128] / 16), digits.target[:128]
+  found = {}
+  for norm in ("batch", "group"):
+    model = Network(norm)
+
+    def loss_fn(variables, batch, rngs, model=model):
+      logits, updates = model.apply(
+        variables, batch["x"], mutable=["batch_stats"]
+      )
+      losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["y"]
+      )
+      return losses.mean(), {"batch_stats": updates.get("batch_stats", {})}
+
+    start = {"batch_stats": {}, **model.init(jax.random.key(0), x)}
+    state = StatsState.create(apply_fn=None, tx=optax.sgd(0.1), **start)
+    moved = []
+    for number in (1, 8):
+      step = linen_train_step(
+        loss_fn,
+        mutable=("batch_stats",),
+        num_microbatches=number,
+        donate=False,
+      )
+      after, _ = step(state, {"x": x, "y": y})
+      moved.append(optax.tree.sub(after.params, state.params))
+    off = optax.tree.norm(optax.tree.sub(*moved))
+    found[norm] = float(off / optax.tree.norm(moved[0]))
+  section = LINEN.sections["Batch norm sees a microbatch"]
+  told = dict(re.findall(r"(batch|group) norm: .* step (\S+)", section))
+  assert float(told["batch"]) == pytest.approx(found["batch"], rel=0.3)
+  assert found["group"] < 1e-5
+  assert float(told["group"]) < 1e-5
 
 
 def table(name, number):

@@ -1,4 +1,7 @@
-"""The guides on sharded state and on half precision are true: they train as whole batches do."""
+"""The guides on sharded state and half precision are true: they train as whole batches do."""
+
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +9,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
+from sklearn.datasets import load_digits
 from support import oracle, trees
 from support.pages import Page
 
+import optax_accum
+
 SHARDED = Page("guides/sharded_state.md")
 HALF = Page("guides/half_precision.md")
-RECIPE, LOOP = HALF.blocks("float16 with loss scaling")
+SCALED = pathlib.Path(__file__).parents[2] / "examples" / "loss_scaling.py"
 
 # a page's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -99,58 +105,93 @@ def wrong_order(params, batches):
   return params
 
 
+def data():
+  digits = load_digits()
+  x, y = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
+  batches = [
+    {"x": x[i : i + 64], "y": y[i : i + 64]} for i in range(0, 192, 64)
+  ]
+  return {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}, batches
+
+
+def of_example(**names):
+  """What the example defines; `names` replace what it defined."""
+  defined = runpy.run_path(str(SCALED))
+  step = defined["step"]
+  step.__wrapped__.__globals__.update(names)
+  return step, names.get("tx", defined["tx"])
+
+
 def test_half_precision_trains_as_float32_does():
-  start = HALF.run(mean_loss=small_loss)
-  step = oracle.whole_batch_step(start["loss_fn"], TX)
-  expected, *_ = oracle.take_steps(step, TX, start["params"], start["batches"])
-  found = HALF.run(RECIPE, LOOP, mean_loss=small_loss, tx=TX)
-  way = trees.largest_difference(expected, start["params"])
-  assert trees.largest_difference(found["params"], expected) < 2e-3 * way
-  assert float(found["scaling"][0]) == 2**15
-  wrong = wrong_order(start["params"], start["batches"])
+  params, batches = data()
+
+  def loss_fn(params, batch):
+    return small_loss(batch["x"] @ params["w"] + params["b"], batch["y"])
+
+  step = oracle.whole_batch_step(loss_fn, TX)
+  expected, *_ = oracle.take_steps(step, TX, params, batches)
+  way = trees.largest_difference(expected, params)
+  wrong = wrong_order(params, batches)
   assert trees.largest_difference(wrong, expected) > 0.5 * way
+  step, tx = of_example(mean_loss=small_loss, tx=TX)
+  found, state = jax.tree.map(jnp.copy, params), tx.init(params)
+  scaling = jnp.float32(2**15), jnp.int32(0)
+  for batch in batches:
+    found, state, scaling, _ = step(found, state, scaling, batch)
+  assert trees.largest_difference(found, expected) < 2e-3 * way
+  assert float(scaling[0]) == 2**15
 
 
 def test_half_precision_skips_what_overflows_and_finds_a_scale():
-  names = HALF.run(RECIPE)
-  names["GROW_AFTER"] = 3
-  tx, batch = names["tx"], names["batches"][0]
-  params = {
-    "w": jnp.zeros((64, 10), jnp.float32),
-    "b": jnp.zeros(10, jnp.float32),
-  }
+  step, tx = of_example(GROW_AFTER=3)
+  params, (batch, *_) = data()
   state, scaling = tx.init(params), (jnp.float32(2**20), jnp.int32(0))
   skipped = []
   for _ in range(12):
     before, scale = jax.device_get((params, state)), float(scaling[0])
-    params, state, scaling, _ = names["step"](params, state, scaling, batch)
+    params, state, scaling, _ = step(params, state, scaling, batch)
     after = jax.device_get((params, state))
     skipped.append(after[1][0].count == before[1][0].count)
     if skipped[-1]:
       trees.assert_close(after, before, 0)
     third = not any(skipped[-3:]) and int(scaling[1]) == 0
-    assert float(scaling[0]) == scale * (
-      0.5 if skipped[-1] else 2 if third else 1
-    )
+    factor = 2 if third else 1
+    assert float(scaling[0]) == scale * (0.5 if skipped[-1] else factor)
   # Down to a scale that fits, and every fourth step tries the double.
   assert skipped == [True] * 2 + ([False] * 3 + [True]) * 2 + [False] * 2
 
 
 @pytest.mark.parametrize(("scale", "value"), [(1.0, jnp.nan), (2.0**24, 1.0)])
 def test_the_scale_of_half_precision_has_bounds(scale, value):
-  names = HALF.run(RECIPE, mean_loss=small_loss)
-  names["GROW_AFTER"] = 1
-  tx, batch = names["tx"], names["batches"][0]
-  params = {
-    "w": jnp.zeros((64, 10), jnp.float32),
-    "b": jnp.zeros(10, jnp.float32),
-  }
-  scaling, batch = (
-    (jnp.float32(scale), jnp.int32(0)),
-    {**batch, "x": value * batch["x"]},
-  )
-  _, state, (new_scale, _), _ = names["step"](
-    params, tx.init(params), scaling, batch
-  )
+  step, tx = of_example(GROW_AFTER=1, mean_loss=small_loss)
+  params, (batch, *_) = data()
+  scaling = jnp.float32(scale), jnp.int32(0)
+  batch = {**batch, "x": value * batch["x"]}
+  _, state, (new_scale, _), _ = step(params, tx.init(params), scaling, batch)
   assert state[0].count == (0 if scale == 1 else 1)
   assert float(new_scale) == scale
+
+
+def test_a_sum_in_bfloat16_stops_growing():
+  [code] = HALF.blocks("bfloat16")
+  names = {}
+  exec(code, names)
+  params, _ = data()
+  digits = load_digits()
+  everything = {
+    "x": jnp.asarray(digits.data[:1792] / 16, jnp.float32),
+    "y": jnp.asarray(digits.target[:1792]),
+  }
+  exact = jax.jit(jax.grad(names["loss_fn"]))(params, everything)
+  halves = optax.tree.cast(params, jnp.bfloat16)
+  off = []
+  for dtype in (jnp.float32, jnp.bfloat16):
+    in_parts = optax_accum.microbatch_value_and_grad(
+      names["loss_fn"], num_microbatches=448, accumulator_dtype=dtype
+    )
+    grads = optax.tree.cast(
+      jax.jit(in_parts)(halves, everything)[1], jnp.float32
+    )
+    difference = optax.tree.norm(optax.tree.sub(grads, exact))
+    off.append(float(difference / optax.tree.norm(exact)))
+  assert off[0] < 0.02 < off[1]

@@ -1,10 +1,12 @@
-"""docs/guides/checkpoints.md on grain: a run that is killed resumes with the very next batch."""
+"""examples/grain_checkpoints.py: a run that is killed resumes with the very next batch."""
 
 import collections
 import functools
 import itertools
 import multiprocessing
 import os
+import pathlib
+import runpy
 import signal
 import zlib
 
@@ -12,9 +14,10 @@ import grain
 import jax
 import numpy as np
 import pytest
-from support.pages import Page
 
-PAGE = Page("guides/checkpoints.md")
+EXAMPLE = (
+  pathlib.Path(__file__).parents[2] / "examples" / "grain_checkpoints.py"
+)
 # microbatches of a step and of the run, seconds of a process
 CYCLE, CALLS, LIMIT = (
   4,
@@ -22,20 +25,18 @@ CYCLE, CALLS, LIMIT = (
   120,
 )
 
-# a page's code is for JAX as it comes
+# an example's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 @functools.cache
-def names_of_page():
-  return PAGE.run(
-    PAGE.blocks("Save and restore")[0], PAGE.blocks("Data from grain")[0]
-  )
+def names_of_example():
+  return runpy.run_path(str(EXAMPLE))
 
 
 def train(folder, calls, dataset=None, killed_in=None):
-  """Trains as the page does. Writes down which batch each call had, even if it is killed."""
-  names = dict(names_of_page())
+  """Trains as the example does. Writes down which batch each call had, even if it is killed."""
+  names = dict(names_of_example())
   mini_step = names["mini_step"]
 
   def recorded(params, opt_state, x, y, key):
@@ -52,7 +53,7 @@ def train(folder, calls, dataset=None, killed_in=None):
 
   held = names["train_on_grain"]
   names |= {"mini_step": recorded, "dataset": dataset or names["dataset"]}
-  # The function reads the names of its page, and these replace them for it alone.
+  # The function reads the names of its file, and these replace them for it alone.
   run = type(held)(held.__code__, names)
   return jax.device_get(jax.tree.leaves(run(folder, calls)))
 
@@ -146,12 +147,12 @@ class Wrong:
     self.kind = kind
 
   def __iter__(self):
-    return self.kind(iter(names_of_page()["dataset"]))
+    return self.kind(iter(names_of_example()["dataset"]))
 
 
 def on_the_device():
   return grain.experimental.device_put(
-    names_of_page()["dataset"], jax.devices()[0]
+    names_of_example()["dataset"], jax.devices()[0]
   )
 
 
@@ -163,7 +164,7 @@ def on_the_device():
     (lambda: Wrong(ReadAhead), 2),
     (lambda: Wrong(FromTheStart), -6),
   ],
-  ids=["page", "device_put", "read ahead by hand", "no position"],
+  ids=["example", "device_put", "read ahead by hand", "no position"],
 )
 def test_the_position_is_that_of_the_last_batch_trained_on(
   tmp_path, make, skipped

@@ -24,6 +24,9 @@ LOSSES = [
   )
   for block in code_of(body)
 ]
+# Further ones, by the comment above each, in a file that the page links to.
+MORE = (DOCS / "losses_more.py").read_text().split("\n\n# ")
+FURTHER = [tuple(part.split("\n", 1)) for part in MORE[1:]]
 # A packed row taken for a sequence is another loss, and is split as it should be. The other mistake
 # is in the training loop.
 UNSEEN = ["Packed sequences", "GAN: two optimizers"]
@@ -44,7 +47,7 @@ def page():
   )
   with pytest.MonkeyPatch.context() as patch, usual[0], usual[1]:
     patch.syspath_prepend(DOCS)
-    for block in [*code_of(PAGE.opening)[:1], *(block for _, block in LOSSES)]:
+    for block in [*code_of(PAGE.opening), *(block for _, block in LOSSES)]:
       exec(compile(block.partition("\ncompare")[0], "page", "exec"), names)
     yield names
   jax.config.update("jax_enable_x64", x64)
@@ -90,7 +93,9 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-  ("title", "block"), LOSSES, ids=[title for title, _ in LOSSES]
+  ("title", "block"),
+  LOSSES + FURTHER,
+  ids=[title for title, _ in LOSSES + FURTHER],
 )
 def test_a_loss_is_exact_and_its_mistake_is_found(title, block, page):
   watched = Watched(page)

@@ -178,44 +178,96 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   assert jnp.any(mean != 0)
 
 
-def recipe(number, **names):
-  """What a recipe for an option of version 0.3 defines, and the step of the whole batch."""
-  setup, *recipes = migrating.PAGE.blocks("Version 0.3")
-  before = migrating.PAGE.run(setup, **names)
-  after = migrating.PAGE.run(setup, recipes[number], **names)
-  grads = jax.grad(before["loss_fn"])(before["params"], before["batch"])
-  updates, _ = before["tx"].update(grads, before["opt_state"])
-  return after, optax.apply_updates(before["params"], updates)
+# What the page says in a row of "Version 0.3", as a program.
 
 
-@pytest.mark.parametrize("number", [0, 4], ids=["rows last", "no mesh="])
-def test_a_recipe_takes_the_step_of_the_whole_batch(number):
-  after, expected = recipe(number)
-  trees.assert_close(after["params"], expected, 1e-6)
+def start(**names):
+  """The page's set-up, an optimizer, and the batch of a step."""
+  names = migrating.PAGE.run(**names)
+  names["tx"] = optax.sgd(0.1)
+  names["batch"] = names["joined"](names["batches"][: migrating.K])
+  return names
+
+
+def whole_batch_step(names):
+  params = names["params"]
+  grads = jax.grad(names["loss_fn"])(params, names["batch"])
+  updates, _ = names["tx"].update(grads, names["tx"].init(params))
+  return optax.apply_updates(params, updates)
+
+
+def test_rows_in_the_last_axis_are_moved():
+  names = start()
+  loss_fn, batch, tx = names["loss_fn"], names["batch"], names["tx"]
+
+  def loss_of_last(params, batch):
+    return loss_fn(params, {**batch, "x": batch["x"].T})
+
+  def loss_of_first(params, batch):
+    return loss_of_last(params, {**batch, "x": jnp.moveaxis(batch["x"], 0, -1)})
+
+  step = optax_accum.make_train_step(
+    loss_of_first, tx, num_microbatches=4, donate=False
+  )
+  last = {**batch, "x": batch["x"].T}
+  first = {**last, "x": jnp.moveaxis(last["x"], -1, 0)}
+  params = names["params"]
+  new, _, _ = step(params, tx.init(params), first)
+  trees.assert_close(new, whole_batch_step(names), 1e-6)
 
 
 def test_a_batch_goes_by_name():
-  after, _ = recipe(1)
-  loss, grads = jax.value_and_grad(after["loss_fn"])(
-    after["params"], after["batch"]
+  names = start()
+
+  def loss_by_name(params, *, batch):
+    return names["loss_fn"](params, batch)
+
+  value_and_grad = optax_accum.microbatch_value_and_grad(
+    loss_by_name, num_microbatches=4, batch_argnums="batch"
   )
-  trees.assert_close((after["loss"], after["grads"]), (loss, grads), 1e-6)
+  found = value_and_grad(names["params"], batch=names["batch"])
+  expected = jax.value_and_grad(names["loss_fn"])(
+    names["params"], names["batch"]
+  )
+  trees.assert_close(found, expected, 1e-6)
 
 
 def test_what_is_empty_is_left_out():
-  batches = migrating.batches([16, 0, 7, 0])
-  after, expected = recipe(2, batches=batches)
-  trees.assert_close(after["params"], expected, 1e-6)
-  assert after["metrics"]["total_weight"] == 23
+  names = start(batches=migrating.batches([16, 0, 7, 0]))
+  tx, params = names["tx"], names["params"]
+  step = optax_accum.make_train_step(
+    names["loss_fn"],
+    tx,
+    num_microbatches=1,
+    weight_fn=lambda batch: batch["mask"].sum(),
+    donate=False,
+  )
+  cycle = step.begin(params)
+  for part in names["batches"][: migrating.K]:
+    if part["mask"].any():
+      cycle = step.add(cycle, params, part)
+  new, _, metrics = step.finish(params, tx.init(params), cycle)
+  trees.assert_close(new, whole_batch_step(names), 1e-6)
+  assert metrics["total_weight"] == 23
 
 
-def test_norms_of_the_gradients_of_microbatches():
-  after, _ = recipe(3)
-  grad = jax.grad(after["loss_fn"])
-  parts = trees.strided(after["batch"], migrating.K)
-  expected = [optax.tree.norm(grad(after["params"], part)) for part in parts]
-  found = after["norms"](after["params"], after["batch"])
-  trees.assert_close(found, jnp.stack(expected), 1e-6)
+def test_gradients_are_reduced_in_every_microbatch_without_a_mesh():
+  names = start()
+  tx, params = names["tx"], names["params"]
+  mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+  rows = jax.NamedSharding(mesh, jax.P("data"))
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  step = optax_accum.make_train_step(
+    names["loss_fn"], tx, num_microbatches=4, donate=False
+  )
+  args = (
+    *jax.device_put((params, tx.init(params)), everywhere),
+    jax.device_put(names["batch"], rows),
+  )
+  new, _, _ = step(*args)
+  trees.assert_close(jax.device_get(new), whole_batch_step(names), 1e-6)
+  report = optax_accum.count_collectives(step.lower(*args).compile())
+  assert report.inside
 
 
 @pytest.mark.parametrize("jitted", [True, False])

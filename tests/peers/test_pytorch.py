@@ -25,16 +25,8 @@ def trained(names):
 
 
 def test_the_loop_of_pytorch_has_the_same_steps():
-  pair = Pair("PyTorch", trained, linear, TX)
-  migrating.assert_a_pair(pair, "uneven", "cut short")
-
-
-def test_the_loop_of_accelerate_has_the_same_steps():
-  pair = Pair(
-    "`accelerate`",
-    trained,
-    linear,
-    TX,
-    shared=migrating.PAGE.blocks("PyTorch")[:1],
-  )
+  _, after = migrating.PAGE.blocks("`optax.MultiSteps`")
+  assert "optax.adam(0.01)" in after
+  after = after.replace("optax.adam(0.01)", "optax.sgd(0.5, momentum=0.9)")
+  pair = Pair("PyTorch", trained, linear, TX, after=after)
   migrating.assert_a_pair(pair, "uneven", "cut short")

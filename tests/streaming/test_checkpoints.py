@@ -267,7 +267,7 @@ def code_of_docs():
   """How to save and restore, how to do so in nnx, and how a state comes onto other devices."""
   page = Page("guides/checkpoints.md")
   rows_and_key, _, save, _ = page.blocks("Save and restore")
-  _, of_nnx, _ = page.blocks("A model and optimizer of nnx")
+  [of_nnx] = page.blocks("A model and optimizer of nnx")
   (onto,) = page.blocks("A streaming state on other devices")
   imports = "".join(
     re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE)
@@ -331,7 +331,9 @@ def test_what_the_docs_save_and_restore_of_nnx_goes_on(tmp_path):
   }
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     step(model, optimizer, rows[0])
-    exec(code_of_docs()[1], names)
+    code = code_of_docs()[1]
+    assert "states(*new())" in code
+    exec(code.replace("*new()", "model, optimizer"), names)
     for x in rows[1:K]:
       step(model, optimizer, x)
       step(names["model"], names["optimizer"], x)

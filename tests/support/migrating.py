@@ -37,11 +37,15 @@ class Pair:
   """A section: code that both loops need, the loop before, and the loop after.
 
   `trained` takes what a loop defined to its parameters, a list of arrays. The model as the whole
-  batch's training has it: `logits_fn` of such a list, and the optimizer `tx`.
+  batch's training has it: `logits_fn` of such a list, and the optimizer `tx`. `after` is the second
+  loop, where the section has none of its own.
   """
 
-  def __init__(self, section, trained, logits_fn, tx, shared=()):
-    *own, self._before, self._after = PAGE.blocks(section)
+  def __init__(self, section, trained, logits_fn, tx, shared=(), after=None):
+    blocks = PAGE.blocks(section)
+    if after is not None:
+      blocks.append(after)
+    *own, self._before, self._after = blocks
     self._shared = [*shared, *own]
     self.section, self.trained, self.logits_fn, self.tx = (
       section,

@@ -5,26 +5,17 @@ import re
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
-FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
-CODE = re.compile(
-  r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)
-OPTIONS = re.compile(
-  r"\A(?:---\n.*?^---\n|(?::[^\n]*\n)+)", re.MULTILINE | re.DOTALL
-)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Page:
   """A page of `docs/`: a set-up, which is code before the first section, and sections by title."""
 
   def __init__(self, name):
-    text = FRONT_MATTER.sub("", (DOCS / name).read_text())
-    parts = SECTION.split(text)
-    self.opening, self.sections = (
-      parts[0],
-      dict(zip(parts[1::2], parts[2::2], strict=True)),
-    )
+    parts = SECTION.split((DOCS / name).read_text())
+    self.opening = parts[0]
+    self.sections = dict(zip(parts[1::2], parts[2::2], strict=True))
 
   def blocks(self, section):
     """The code blocks of a section."""
@@ -42,10 +33,5 @@ class Page:
 
 
 def code_of(text):
-  """The code that is shown in ```python and ```{code-cell} fences, without options of cells."""
-  blocks = CODE.findall(text)
-  return [
-    OPTIONS.sub("", x)
-    for x in blocks
-    if "remove-input" not in (OPTIONS.match(x) or [""])[0]
-  ]
+  """The code that is shown in ```python fences."""
+  return CODE.findall(text)
