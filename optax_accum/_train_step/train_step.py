@@ -291,7 +291,8 @@ def make_train_step(
   """Makes a jitted training step that runs its batch in microbatches.
 
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the gradients of
-  the whole batch, one microbatch at a time, and takes one optimizer step.
+  the whole batch, one microbatch at a time, and takes one optimizer step. The six options up to
+  `aux_reduction` are enough for most losses, and ``step.check`` tells whether a loss needs others.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -309,127 +310,83 @@ def make_train_step(
     loss_fn: ``loss_fn(params, batch, ...)`` returns the loss of the rows in ``batch``, a real
       scalar. Positions below count its arguments: 0 is the parameters, 1 is the batch.
     tx: Any optax transformation except `optax.lookahead`: with it use `microbatch_value_and_grad`.
-    num_microbatches: The number of equal parts. It must divide the rows of the batch (with `mesh`,
-      the rows on each device). Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch; with `mesh`, on all devices together, a multiple of
-      their number. The last microbatch may have fewer rows, and then counts less.
+    num_microbatches: The number of equal parts, which divides the rows (of each device). Give this
+      or `microbatch_size`.
+    microbatch_size: The rows of one microbatch, on all devices together. The last microbatch may
+      have fewer rows, and then counts less.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
-      tokens: 0 or more. It gets every argument that is split, in the order of `batch_argnums`. The
-      loss is multiplied by it before it is differentiated, so both must be in float32 or wider:
-      cast the logits or the losses of tokens, not the mean alone. Default: its rows.
+      tokens: 0 or more. It gets all that is split. The loss is multiplied by it, so both must be in
+      float32: cast the logits, not the mean alone. Default: its rows.
     has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
-      of the losses of its rows, and how much they count, as for `weight_fn`. The step divides the
-      sum of the totals by that of the weights, once. The weight has no gradient, and may count a
-      mask that the loss draws. Excludes `weight_fn` and ``reduction="sum"``. With `in_place`, rows
-      that do not count must be finite.
-    has_aux: Whether `loss_fn` returns ``(loss, aux)``, with further results in a pytree. They are
-      combined over the microbatches, and are then ``metrics["aux"]``.
-    aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
-      ``"last"``, ``"stack"`` (along a new first axis, of microbatches), ``"concat"`` (values per
-      row, in the order of the batch), a function ``merge(a, b)``, or a prefix tree of these, as in
-      ``{"logits": "concat", "correct": "sum"}``. Default: the weighted mean, which refuses an aux
-      with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
+      of the losses of its rows, and how much they count. The step divides the sum of the totals by
+      that of the weights.
+    has_aux: Whether `loss_fn` returns ``(loss, aux)``: a pytree, then in ``metrics["aux"]``.
+    aux_reduction: How aux is combined: ``"mean"`` (weighted; the default, not for values of rows),
+      ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (one per microbatch), ``"concat"``
+      (values of rows, in their order), a function ``merge(a, b)``, or a prefix tree of these.
     batch_argnums: What is split along its first axis: a position, the name of a keyword of the
-      call, or a tuple of these, all with as many rows. Default: 1. Then in the first call no other
-      argument may have as many rows in all its leaves: give ``(1, 2)`` to split both, or ``1``.
+      call, or a tuple of these. Default: 1.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    donate: Whether to update parameters and optimizer state in place, which halves their memory and
-      deletes the arrays passed in. An array that is also in another argument is copied instead.
+    donate: Whether to update parameters and state in place, which deletes the arrays passed in.
 
   Randomness and carried state:
-    rng_argnums: The positions, or names of keywords, of random keys, typed or raw, or of pytrees of
-      keys. Microbatch ``i``
-      gets ``jax.random.fold_in(key, i)``; on device ``d`` of several, with N each, it is number
-      ``d * N + i``. For keys of "unsafe_rbg", whose folds commute, 2**30 is added, so that it is no
-      step number that you folded in. Default: none, and then a typed key is an error. With ``()``
-      all microbatches share it.
+    rng_argnums: The positions, or names of keywords, of random keys. Microbatch ``i`` gets
+      ``jax.random.fold_in(key, i)``; on device ``d``, with N each, it is number ``d * N + i``.
+      Default: none, and then a typed key is an error. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
-      the new carry before the metrics. Microbatches of weight 0 do not change it. If the loss
-      reads it, the step is not that of the whole batch: let the loss read the values of the last
-      step instead, from a further argument that is not split.
+      the new carry before the metrics. Microbatches of weight 0 do not change it.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
-      "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
-    noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
-      microbatches over all devices, ``reduction="mean"`` and no `in_place`.
+    noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`.
   Several devices:
-    mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: none. The step then runs
-      where the arrays are, and over automatic axes the compiler gathers and reduces in every
-      microbatch.
+    mesh: A `jax.sharding.Mesh`: see "Over a mesh". Arrays elsewhere are put there. Default: none.
+      Over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
-      several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
+      several: ``("replica", "data")``.
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
-      which saves memory if layers are scanned ("Sharp edges" has measurements). Needs JAX 0.10, and
-      parameters in the dtype of their accumulators. Excludes `skip_nonfinite` and `noise_scale`.
+      which saves memory if layers are scanned. Excludes `skip_nonfinite` and `noise_scale`.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: that of each gradient,
-      but float32 at least. The optimizer gets gradients in their own dtypes again.
+      but float32 at least.
     carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
       ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
-      ``"max"`` and ``"min"``. An integer or boolean that the loss changes has no default: it may be
-      a count or an index. What the loss hands back as it came is not combined. Keys are not either:
-      each device folds its index into its own, and those of the first come out.
+      ``"max"`` and ``"min"``. An integer or boolean that the loss changes needs a word; what it
+      hands back as it came is not combined.
 
   Returns:
-    A `TrainStep`, with ``check``, ``lower``, ``trace`` and ``eval_shape``, and ``begin``, ``add``,
-    ``merge`` and ``finish`` for microbatches that arrive in several calls. Further arguments of
-    `loss_fn` follow the batch. All are traced, so fix a setting with
-    ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays:
+    A `TrainStep`, also with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that
+    arrive in several calls. Further arguments of `loss_fn` follow the batch, and are traced.
+    ``metrics`` is a dict of arrays:
 
     ========================  ======================================================================
     ``loss``                  of the whole batch
-    ``grad_norm``             the global norm of the gradients, in float32 or wider
+    ``grad_norm``             the global norm of the gradients
     ``total_weight``          the sum of the weights
     ``skipped_microbatches``  int32, how many were not finite, with `skip_nonfinite`
-    ``stepped``               bool, whether `tx` took a step
+    ``stepped``               bool: False within the cycle of an `accumulate`, or if nothing counted
     ``aux``                   with `has_aux` or `carry_argnum`
     ``noise_scale``           if asked for
     ========================  ======================================================================
 
-    ``stepped`` is False:
-
-    - within the cycle of an `accumulate`, which is `tx` or in it;
-    - if all microbatches were skipped or weigh 0. Then nothing is updated.
-
   Raises:
-    ValueError: A count, a name, an argument or a shape cannot work; arguments are missing, out of
-      order or on another mesh; the state is of other parameters or optimizers, or `tx` changes its
-      tree or shapes; or the step is called inside `pmap` or `shard_map`.
-    TypeError: A value has the wrong type: the loss is not a real scalar, `tx` is not an optax
-      transformation, or parameters are a flax `TrainState` or an nnx module.
-    NotImplementedError: ``in_place=True`` with JAX before 0.10, in `jax.vmap`, or differentiated;
-      or what is within an `accumulate` calls ``value_fn``.
-    RuntimeError: An array was donated to an earlier step, which deleted it.
-
-  The loss:
-    The step is that of the whole batch if the loss is a mean over what the weights count, which
-    ``step.check`` tests. For several denominators see the page "Your loss, and what to write".
-    What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
+    ValueError: A count, a name, an argument or a shape cannot work.
+    TypeError: A value has the wrong type, such as a loss that is not a real scalar.
+    NotImplementedError: ``in_place=True`` with JAX before 0.10, in `jax.vmap`, or differentiated.
+    RuntimeError: An earlier step deleted an array.
 
   Over a mesh:
-    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows
-    (with further axes, of the rows that the devices along these share); the step averages over the
-    global batch. Batch statistics are those of the device's own rows in one microbatch. "stack" and
-    "concat" join the values of all devices, "concat" in the order of the batch. Parameters, state
-    and carry keep their shardings: see the guide "Which way to shard".
-
-    Collectives over `data_axis` within the loss have the gradient of the whole batch, with weights
-    too. A loss that is reduced is right if it is the whole batch's: ``lax.psum(total) /
-    lax.psum(count)``, and ``lax.pmean(mean)`` where each device counts the same. ``l.sum() /
-    lax.psum(count)`` is not: loss and gradient are 1/n on n devices, which ``step.check`` finds.
-
-    The compiler decides about other axes: write a sharding constraint as a bare `PartitionSpec` of
-    these.
+    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows.
+    Parameters, state and carry keep their shardings: see the
+    guide "Which way to shard". Collectives over `data_axis` have the gradient of the whole batch.
+    ``l.sum() / lax.psum(count)`` has not: loss and gradient are 1/n on n devices. The compiler
+    decides about other axes: write a sharding constraint as a bare `PartitionSpec` of these.
 
   The optimizer:
-    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
-    with ``reduction="sum"``), so that k calls of N microbatches with ``tx=accumulate(inner, k)``
-    are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
-    were not skipped, differentiable in the memory of one. It is of one call, so line searches in
-    `accumulate` are an error if k > 1.
+    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight;
+    and ``value_fn``, from parameters to the loss of what was not skipped. k calls of N microbatches
+    with ``tx=accumulate(inner, k)`` are one step of k x N.
   """
   # These are all arguments by name; `step_loss` picks those of the loss.
   asked = locals()

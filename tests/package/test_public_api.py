@@ -103,6 +103,11 @@ def test_options_are_documented_in_the_order_of_the_signature(function):
   assert groups == [name for name in GROUPS if name in groups]
 
 
+def test_help_on_a_step_is_read_at_once():
+  text = pydoc.plain(pydoc.render_doc(optax_accum.make_train_step))
+  assert len(text.split()) <= 900
+
+
 def options_of(function):
   """The options that go by name, and have a default."""
   parameters = inspect.signature(function).parameters.values()
