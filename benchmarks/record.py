@@ -3,7 +3,8 @@
     python benchmarks/record.py [--target-config FILE]
 
 An hour on 2 cores that do nothing else. Programs for a TPU are compiled if libtpu is installed, and
-for an H100 with --target-config (see memory.py). What is timed comes last.
+for an H100 with --target-config (see memory.py). What is timed comes last. Then `python docs/tables.py` writes
+the tables of the pages.
 """
 
 import argparse

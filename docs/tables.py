@@ -157,10 +157,10 @@ def ways_to_shard():
     line = [title]
     for name in ("held, P", "temp, P", "sent, P", "after, P"):
       line.append(f"{cell('sharding_tpu', way, name):.2f}")
-    line.append(f"{cell('sharding_processes', way, 's a step'):.2f} s")
+    line.append(f"{cell('sharding_processes', way, 's a step'):.2f}")
     lines.append(line)
   # In columns of at most 6 letters the table is as wide as a window of 480 pixels.
-  head = "way|held|temp|sent|across|time"
+  head = "way|held|temp|sent|across|s"
   return table(head, lines) + source("sharding_tpu", "sharding_processes")
 
 

@@ -53,7 +53,7 @@ def state_on_host(
   Edge cases:
     - On a CPU both memories are one: there it can be tested, and saves nothing.
     - In the program that updates, XLA decides how much of the state is on the device at once: see
-      "State on the host" in the guide on sharding. With ``begin``, ``add`` and ``finish`` only
+      the guide "State on the host". With ``begin``, ``add`` and ``finish`` only
       ``finish`` sees any of it.
     - A function of your own is safe if it takes ``(params, state, ...)``, donates both and returns
       ``(params, state, ...)``. Any other that donates the state, such as ``accumulate(tx,

@@ -4,6 +4,7 @@ import inspect
 import json
 import pathlib
 import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,40 @@ from optax_accum.flax import linen_train_step, nnx_train_step
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = code_of(README)
+
+# A figure, and the file, table, row and column that has it.
+FIGURES = [
+  (
+    "0.975 of the time",
+    ("whole_cycle", 0, "optax_accum, N=8", "time / scan"),
+  ),
+  ("33 P of temporary", ("whole_cycle", 0, "optax_accum, N=8", "temp, P")),
+  ("253 P", ("whole_cycle", 0, "whole batch at once", "temp, P")),
+  ("without it 2.48 P", ("memory_tpu", 0, "plain", "temp, P")),
+  ("1.33 P on a TPU", ("memory_tpu", 0, "in_place", "temp, P")),
+  ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
+  ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
+  ("| 11 times, and", ("streaming", 1, "apply", "MultiSteps / this")),
+  (
+    "1.2 times that of `apply`",
+    ("streaming_gpu", 1, "apply", "MultiSteps / this"),
+  ),
+  ("13 P, the whole", ("whole_cycle_gpu", 0, "optax_accum, N=8", "temp, P")),
+  (
+    "batch 87 P.",
+    ("whole_cycle_gpu", 0, "whole batch at once", "temp, P"),
+  ),
+  ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
+  ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
+  (
+    "| 40 (26.3 MiB) |",
+    ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops"),
+  ),
+  (
+    "| 1 (3.3 MiB) |",
+    ("collectives", 0, "optax_accum", "reductions outside"),
+  ),
+]
 
 # README's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -152,6 +187,38 @@ def test_a_function_takes_the_options_that_the_table_says():
       assert takes == (cell == "yes"), (option, column)
 
 
+def test_the_table_of_options_is_short():
+  assert len({id(cells) for _, cells in options_table()}) <= 18
+
+
+def test_the_oldest_versions_are_those_of_the_project():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  required = [
+    *project["dependencies"],
+    *project["optional-dependencies"]["flax"],
+  ]
+  floors = dict(x.split(">=") for x in required if ">=" in x)
+  text = " ".join(README.split())
+  for package in ("jax", "optax", "flax"):
+    name = {"jax": "JAX", "optax": "Optax", "flax": "Flax"}[package]
+    assert f"{name} {floors[package]}" in text
+  assert f"tested with JAX {floors['jax']} and JAX " in text
+
+
+def test_the_versions_of_the_figures_are_told():
+  told = re.search(
+    r"of versions ([\d.]+) and ([\d.]+), with JAX ([\d.]+) and ([\d.]+)\.",
+    " ".join(README.split()),
+  )
+  results = [
+    json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    for name in {where[0] for _, where in FIGURES}
+  ]
+  ours = {result["versions"]["optax_accum"] for result in results}
+  jaxes = {result["versions"]["jax"].rpartition(".")[0] for result in results}
+  assert set(told.groups()) == ours | jaxes
+
+
 def recorded(name, table, first, column):
   found = json.loads(
     (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
@@ -160,41 +227,7 @@ def recorded(name, table, first, column):
   return row[found["columns"].index(column)]
 
 
-@pytest.mark.parametrize(
-  ("claim", "where"),
-  [
-    (
-      "0.975 of the time",
-      ("whole_cycle", 0, "optax_accum, N=8", "time / scan"),
-    ),
-    ("33 P of temporary", ("whole_cycle", 0, "optax_accum, N=8", "temp, P")),
-    ("253 P", ("whole_cycle", 0, "whole batch at once", "temp, P")),
-    ("without it 2.48 P", ("memory_tpu", 0, "plain", "temp, P")),
-    ("1.33 P on a TPU", ("memory_tpu", 0, "in_place", "temp, P")),
-    ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
-    ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
-    ("| 11 times, and", ("streaming", 1, "apply", "MultiSteps / this")),
-    (
-      "1.2 times that of `apply`",
-      ("streaming_gpu", 1, "apply", "MultiSteps / this"),
-    ),
-    ("13 P, the whole", ("whole_cycle_gpu", 0, "optax_accum, N=8", "temp, P")),
-    (
-      "batch 87 P.",
-      ("whole_cycle_gpu", 0, "whole batch at once", "temp, P"),
-    ),
-    ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
-    ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
-    (
-      "| 40 (26.3 MiB) |",
-      ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops"),
-    ),
-    (
-      "| 1 (3.3 MiB) |",
-      ("collectives", 0, "optax_accum", "reductions outside"),
-    ),
-  ],
-)
+@pytest.mark.parametrize(("claim", "where"), FIGURES)
 def test_a_figure_is_what_a_benchmark_printed(claim, where):
   assert claim in " ".join(README.split())
   written = re.search(r"\d+(?:\.(\d+))?", claim)
