@@ -128,7 +128,7 @@ def one_at_a_time():
     for way in ("MultiSteps", "apply"):
       line.append(short(cell("streaming", way, "temp, P", at)))
     lines.append(line)
-  head = "optimizer|CPU: `MultiSteps` / `apply`|H100|CPU: memory of `MultiSteps`, P|of `apply`, P"
+  head = "optimizer|ratio, CPU|ratio, H100|`MultiSteps`, P|`apply`, P"
   return table(head, lines) + source(*files)
 
 

@@ -164,8 +164,11 @@ def test_sharp_edges_begin_with_those_that_raise_no_error():
     assert "*Found " in told or "*No check finds this" in told, section
 
 
-def test_guides_are_in_the_navigation():
+def test_a_page_is_in_the_list_of_the_first_and_in_the_navigation():
   conf = (DOCS / "conf.py").read_text()
+  listed = (DOCS / "index.md").read_text().partition("## Pages")[2]
   for page in PAGES:
     name = str(page.relative_to(DOCS).with_suffix(""))
-    assert name in ("index", "reference/errors") or f'"{name}"' in conf
+    if name != "index":
+      assert f"]({name}.md)" in " ".join(listed.split())
+      assert f'"{name}"' in conf or name == "reference/errors"
