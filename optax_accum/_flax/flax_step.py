@@ -103,8 +103,8 @@ class StepOptions(TypedDict, total=False):
 
   num_microbatches: int | None
   microbatch_size: int | None
-  weight_fn: WeightFn | None
   has_weight: bool
+  weight_fn: WeightFn | None
   aux_reduction: ReductionTree
   reduction: Literal["mean", "sum"]
   donate: bool

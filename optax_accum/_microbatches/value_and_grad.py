@@ -21,8 +21,8 @@ def microbatch_value_and_grad(
   *,
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
-  weight_fn: WeightFn | None = None,
   has_weight: bool = False,
+  weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = None,
   batch_argnums: Slots = None,
   reduction: Literal["mean", "sum"] = "mean",
@@ -58,15 +58,15 @@ def microbatch_value_and_grad(
     has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
-    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
-      tokens: 0 or more. It gets every argument that is split, in the order of `batch_argnums`. The
-      loss is multiplied by it before it is differentiated, so both must be in float32 or wider.
-      Default: its rows.
     has_weight: Whether `fun` returns ``(total, weight)`` where others return the loss: the sum of
       the losses of its rows, and how much they count, as for `weight_fn`. The loss is the sum of
       the totals over that of the weights, and so are gradients; the weight has none. No mask is
       written twice, and one that `fun` draws is counted as drawn. Excludes `weight_fn`
       and ``reduction="sum"``. With `in_place`, rows that do not count must be finite.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
+      tokens: 0 or more. It gets every argument that is split, in the order of `batch_argnums`. The
+      loss is multiplied by it before it is differentiated, so both must be in float32 or wider.
+      Default: its rows.
     aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
       ``"last"``, ``"stack"`` (on a new first axis), ``"concat"`` (the rows, in their order), a
       function ``merge(a, b)``, or a prefix tree of these. Default: the mean, which refuses an aux

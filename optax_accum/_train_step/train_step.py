@@ -271,8 +271,8 @@ def make_train_step(
   *,
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
-  weight_fn: WeightFn | None = None,
   has_weight: bool = False,
+  weight_fn: WeightFn | None = None,
   has_aux: bool = False,
   aux_reduction: ReductionTree = None,
   batch_argnums: Slots = None,
@@ -314,12 +314,12 @@ def make_train_step(
       or `microbatch_size`.
     microbatch_size: The rows of one microbatch, on all devices together. The last microbatch may
       have fewer rows, and then counts less.
-    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
-      tokens: 0 or more. It gets all that is split. The loss is multiplied by it, so both must be in
-      float32: cast the logits, not the mean alone. Default: its rows.
     has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
       of the losses of its rows, and how much they count. The step divides the sum of the totals by
       that of the weights.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
+      tokens: 0 or more. It gets all that is split. The loss is multiplied by it, so both must be in
+      float32: cast the logits, not the mean alone. Default: its rows.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``: a pytree, then in ``metrics["aux"]``.
     aux_reduction: How aux is combined: ``"mean"`` (weighted; the default, not for values of rows),
       ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (one per microbatch), ``"concat"``
@@ -340,11 +340,13 @@ def make_train_step(
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`.
+
   Several devices:
     mesh: A `jax.sharding.Mesh`: see "Over a mesh". Arrays elsewhere are put there. Default: none.
       Over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("replica", "data")``.
+
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
       which saves memory if layers are scanned. Excludes `skip_nonfinite` and `noise_scale`.
