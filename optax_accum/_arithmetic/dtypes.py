@@ -58,18 +58,9 @@ def accumulator_dtype(
   return jnp.dtype(requested)
 
 
-def check_accumulator_dtype(value: DTypeLike | None) -> jnp.dtype | None:
-  """Checks that accumulators of this dtype can hold a mean."""
-  # None leaves it to the default of `accumulator_dtype`.
-  if value is None:
-    return None
-  dtype = jnp.dtype(value)
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    raise TypeError(
-      f"accumulator_dtype={dtype} cannot hold a mean: give a floating or complex dtype,"
-      " or None for the gradient's dtype promoted with float32."
-    )
-  return dtype
+def requested_dtype(value: DTypeLike | None) -> jnp.dtype | None:
+  """The dtype that was asked for; None leaves it to the default of `accumulator_dtype`."""
+  return None if value is None else jnp.dtype(value)
 
 
 def check_holds(

@@ -34,12 +34,6 @@ def named(option: str, tree, default):
     if not callable(name):
       _validate.one_of(where, name, REDUCTIONS)
       return REDUCTIONS[name]
-    # Two Nones stand for the two values; `why` is "" if it can be called with two.
-    why = _validate.why_not(name, None, None)
-    if why:
-      raise TypeError(
-        f"{where}={name!r} must take two values, merge(a, b): {why}."
-      )
     return Merge(fun=name)
 
   # None means that the option was not given.

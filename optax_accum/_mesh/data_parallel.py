@@ -24,15 +24,7 @@ class DataParallel:
   @classmethod
   def of(cls, mesh: Mesh, data_axis) -> "DataParallel":
     """What was asked for. Checked."""
-    if not isinstance(mesh, Mesh):
-      raise TypeError(
-        f"mesh={mesh!r} must be a jax.sharding.Mesh, as of jax.make_mesh."
-      )
     axes = names_of(data_axis)
-    if not axes or len(set(axes)) < len(axes):
-      raise ValueError(
-        f"data_axis={data_axis!r} must name one axis or more, each once."
-      )
     for name in axes:
       if name not in mesh.axis_names:
         raise ValueError(

@@ -64,7 +64,8 @@ def microbatch(
     ([0.0, 2.0, 4.0, 6.0, 8.0], 2)
 
   Args:
-    fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
+    fun: A function of arrays. `microbatch` works around `jax.jit` and inside it. Call it inside:
+      outside, without `mesh`, each call compiles a program of its own.
     reduction: How the outputs of all microbatches are combined: ``"mean"`` (weighted), ``"sum"``,
       ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (along a new first axis, of microbatches),
       ``"concat"`` (the rows, in their order), a function of your own, or a prefix tree of these.

@@ -30,6 +30,7 @@ def place_arguments(
     if slot in roles.batch:
       # A batch is not donated, so the caller's array may share memory with it.
       return place(parallel.mesh, x, of_rows, copies=False)
+    cut.check_arrays(split.name(slot), x)
     return place(parallel.mesh, x)
 
   return map_by_slot(placed, args, kwargs)

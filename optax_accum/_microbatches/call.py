@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes, weighted_mean
@@ -65,6 +66,10 @@ class Microbatches:
     # As this device has it: random keys in it differ between devices.
     self.own_carry = self.devices.with_own_noise(self.carry)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
+    # Without jit they may come from NumPy, and traced indices are for arrays of JAX.
+    self.map_unsplit(
+      lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    )
 
   @property
   def is_whole(self) -> bool:

@@ -1,17 +1,23 @@
 """The rows of a batch: how many there are, and how they are cut into microbatches."""
 
 from collections.abc import Sequence
+import dataclasses
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Batch
 from optax_accum._microbatches.options import Slot, Split
 from optax_accum._microbatches.roles import Arguments
+
+_ONE_A_CALL = (
+  "pass one batch a call, or microbatches one by one to begin, add and finish"
+)
 
 
 def strided(batch: Batch, index: ArrayLike, size: int, full: int) -> Batch:
@@ -50,6 +56,11 @@ def batch_rows(
   for slot in slots:
     root = split.name(slot)
     tree = arguments[slot]
+    if isinstance(tree, list) and all(isinstance(x, dict) for x in tree):
+      raise TypeError(
+        f"{root} is a list of {len(tree)} batches: {_ONE_A_CALL}."
+      )
+    check_arrays(root, tree)
     # A sparse array is a leaf here, and not its parts, so that `_rows_of` can refuse it.
     for name, leaf in _validate.named_leaves(root, tree, dtypes.is_sparse):
       rows[name] = _rows_of(name, leaf)
@@ -74,6 +85,39 @@ def batch_rows(
   return count
 
 
+def check_arrays(root: str, tree) -> None:
+  """Checks that all leaves of an argument are what JAX takes for arrays or numbers."""
+  # Asked of types, of which there are few.
+  kinds = set(map(type, jax.tree.leaves(tree)))
+  if all(issubclass(kind, jax.Array) for kind in kinds):
+    return
+  for name, x in _validate.named_leaves(root, tree):
+    try:
+      jax.typeof(x)
+    except TypeError as error:
+      if isinstance(x, np.ndarray):
+        raise TypeError(
+          f"{name} has no numbers ({error}): leave it out of the batch."
+        ) from None
+      raise TypeError(f"{name} is {_no_array(x)}.") from None
+
+
+def _no_array(x) -> str:
+  """What it is, and what to write instead."""
+  what = f"of type {type(x).__name__}"
+  fix = (
+    "leave it out of the batch, or fix it in the loss, functools.partial(loss_fn, mode=...), and"
+    " make a step for each value"
+  )
+  if isinstance(x, str):
+    what = f"the string {x!r}"
+  elif hasattr(x, "keys") or dataclasses.is_dataclass(x):
+    fix = "pass dict(batch), or register the class as a pytree"
+  elif hasattr(x, "__iter__"):
+    fix = _ONE_A_CALL
+  return f"{what} and no array: {fix}"
+
+
 def _rows_of(name: str, leaf) -> int:
   """The rows of one leaf of the batch."""
   if dtypes.is_sparse(leaf):
@@ -89,13 +133,7 @@ def _rows_of(name: str, leaf) -> int:
       " Flax a stream or rngs), or give each row its own, jax.random.split(key, rows). If another"
       " argument is the batch, name it in batch_argnums."
     )
-  try:
-    # This raises for what JAX takes for no array or number, such as a string.
-    shape = jax.typeof(leaf).shape
-  except TypeError as error:
-    raise TypeError(
-      f"{name} has no numbers ({error}): leave it out of the batch."
-    ) from None
+  shape = jnp.shape(leaf)
   if not shape:
     raise ValueError(
       f"{name} has shape (), without rows to split. If another argument is the batch, name it in"

@@ -97,10 +97,6 @@ class LocalLoss:
     # Only some callers have this option.
     with_noise = options.get("noise_scale", False)
     positions = slots_of(argnums)
-    if not positions or len(set(positions)) < len(positions):
-      raise ValueError(
-        f"argnums={argnums!r} must name one or more arguments, each once."
-      )
     _validate.one_of("reduction", word, ("mean", "sum"))
     in_place.check_options(split, with_noise)
     if with_noise and word != "mean":

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_accum._arithmetic import dtypes, weighted_mean
@@ -75,18 +74,11 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     and inf unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not
     change the state.
 
-  Raises:
-    ValueError: `decay` is below 0, or not below 1 (in float32).
-
   References:
     McCandlish et al. 2018, arXiv:1812.06162, section 2 and appendix A.1 (for SGD).
   """
-  if not 0 <= np.float32(decay) < 1:
-    raise ValueError(
-      f"decay={decay!r} must be at least 0 and below 1, such as 0.9."
-    )
   # The averages of both terms have the same bias, which the division cancels.
-  average = optax.ema(float(decay), debias=False)
+  average = optax.ema(decay, debias=False)
 
   def init():
     zero = jnp.zeros((), jnp.result_type(float))

@@ -65,7 +65,7 @@ class Split:
       if given.get(name) is not None:
         given[name] = slots_of(given[name])
     dtype = given.get("accumulator_dtype")
-    given["accumulator_dtype"] = dtypes.check_accumulator_dtype(dtype)
+    given["accumulator_dtype"] = dtypes.requested_dtype(dtype)
     split = cls(**given)
     _check(split)
     return split
@@ -121,8 +121,6 @@ def _check(split: Split) -> None:
       f"num_microbatches={split.num_microbatches!r} and microbatch_size={split.microbatch_size!r}:"
       " give exactly one of the two, by name (num_microbatches=1 is the whole batch at once)."
     )
-  if split.batch_argnums == ():
-    raise ValueError("batch_argnums=() is empty: name what is split.")
   if split.has_weight and split.weight_fn is not None:
     raise ValueError(
       "has_weight=True has the loss return its weight, and weight_fn counts it a second time: leave"

@@ -1,41 +1,20 @@
-"""What a step is passed: what can be differentiated, and what is an array."""
+"""What a step is passed: what can be differentiated, and in which order."""
 
 import jax
 import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Tree
 
 
 def check_step(params, opt_state, /, *others, **named) -> None:
-  """Checks what a step is given: parameters, a batch, and further arguments; not `opt_state`."""
+  """Checks that a step is given parameters that can be differentiated, and a batch."""
   check_differentiable("argument 0", params)
   if not others and not named:
     raise TypeError(
       "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
       " step(params, opt_state, batch)."
     )
-  check_arrays(*others, **named)
-
-
-def check_arrays(*others, **named) -> None:
-  """Checks that what a step is given from the batch on has arrays and numbers alone."""
-  # A step has the batch at position 2, behind two arguments; so has the `add` of a cycle.
-  given = dict[object, Tree](enumerate(others, 2)) | named
-  for slot, tree in given.items():
-    root = "batch" if slot == 2 else f"argument {slot!r}"
-    for name, x in _validate.named_leaves(root, tree):
-      is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
-      if is_array or isinstance(x, complex | float | int):
-        continue
-      what = f"of type {type(x).__name__}"
-      if isinstance(x, str):
-        what = f"the string {x!r}"
-      raise TypeError(
-        f"{name} is {what} and no array: leave it out of the batch, or fix it in the loss,"
-        " functools.partial(loss_fn, mode=...), and make a step for each value."
-      )
 
 
 def check_order(tx: optax.GradientTransformation, params, opt_state) -> None:

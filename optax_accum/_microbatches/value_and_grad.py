@@ -38,7 +38,8 @@ def microbatch_value_and_grad(
 
   It returns the weighted means ``sum(w * g) / sum(w)`` over the microbatches, where ``w`` is the
   number of rows or what `weight_fn` counts. They equal the values of all rows at once if the loss
-  is a mean over what the weights count: `check_split` tests this.
+  is a mean over what the weights count: `check_split` tests this. Call it under `jax.jit`: outside,
+  each call compiles a program of its own.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_accum

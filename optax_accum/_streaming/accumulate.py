@@ -30,7 +30,8 @@ def accumulate(
 
   These calls are a cycle. Its last one runs `inner` on ``sum(w * g) / sum(w)``, over the gradients
   ``g`` and weights ``w`` of all. Other calls return zero updates, so schedules and moments count
-  optimizer steps.
+  optimizer steps. Call ``update`` and ``apply`` under `jax.jit`: outside, each call compiles a
+  program of its own.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -165,7 +166,7 @@ def accumulate(
   _validate.one_of("reduction", reduction, ("mean", "sum"))
   accumulation = Accumulation(
     optax.with_extra_args_support(inner),
-    Calls(every_k, dtypes.check_accumulator_dtype(accumulator_dtype)),
+    Calls(every_k, dtypes.requested_dtype(accumulator_dtype)),
     reduction,
     skip_fn,
     devices_of(axis_name),

@@ -15,7 +15,6 @@ from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf
 from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._streaming import checks
 from optax_accum._streaming.state import AccumulateState, SUMS
 
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
@@ -104,7 +103,7 @@ class Calls:
     mini_step = state.mini_step + jnp.int32(counted)
     k: Any = self.every_k
     if callable(k):
-      k = checks.checked_k(k(state.gradient_step))
+      k = k(state.gradient_step)
     # A skipped call can end a cycle only by `flush`, and an empty cycle has no end.
     is_full = counted & (mini_step >= k)
     flushed = call.flush & (mini_step > 0)

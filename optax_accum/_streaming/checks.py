@@ -140,14 +140,3 @@ def checked_info(info, skip_state):
       " without one. Go on with state._replace(skip_state=tx.init(params).skip_state)."
     )
   return jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
-
-
-def checked_k(value) -> jax.Array:
-  """What a schedule of k returned, as an int32 scalar."""
-  k = jnp.asarray(value)
-  if k.shape != () or not jnp.issubdtype(k.dtype, jnp.integer):
-    raise TypeError(
-      f"The schedule every_k returned {_validate.type_of(k)}; it must be an integer scalar: cast"
-      " it, e.g. `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
-    )
-  return k.astype(jnp.int32)

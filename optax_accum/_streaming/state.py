@@ -72,10 +72,9 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     A bool scalar. If there are several states, it says whether any with parameters took a step.
 
   Raises:
-    ValueError: `opt_state` holds no `AccumulateState`.
+    TypeError: `opt_state` holds no `AccumulateState`.
   """
-  states = required("has_updated", opt_state)
-  flags = [jnp.asarray(state.has_updated) for state in states]
+  flags = [jnp.asarray(state.has_updated) for state in states_in(opt_state)]
   return functools.reduce(jnp.logical_or, flags)
 
 
@@ -109,9 +108,6 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
 
   Returns:
     A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf.
-
-  Raises:
-    ValueError: `opt_state` holds no `AccumulateState`.
   """
   over_devices = PartitionSpec(across_devices.names_of(axis_name))
 
@@ -123,8 +119,6 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     same = jax.tree.map(lambda _: PartitionSpec(), x)
     return same._replace(**of_device)
 
-  # This call only raises the error: the map below finds the states itself.
-  required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)
 
 
@@ -147,17 +141,6 @@ def states_in(opt_state) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
   states = jax.tree.leaves(opt_state, is_leaf=is_state)
   return list(filter(is_state, states))
-
-
-def required(name: str, opt_state) -> list[AccumulateState]:
-  """As `states_in`, and at least one."""
-  states = states_in(opt_state)
-  if not states:
-    raise ValueError(
-      f"{name} got a {type(opt_state).__name__} without an AccumulateState in it: pass the"
-      " optimizer state that a transformation built with `accumulate` returned."
-    )
-  return states
 
 
 def is_state(x: object) -> bool:

@@ -16,7 +16,7 @@ from optax_accum._microbatches.loss import CycleState
 from optax_accum._streaming.calls import ValueOfOneCall
 from optax_accum._train_step import donation
 from optax_accum._train_step.program import (
-  check_not_mapped,
+  check_given,
   PreparedCall,
   Runnable,
   StepProgram,
@@ -108,6 +108,7 @@ class CycleProgram:
     """`updated`: the arguments of `finish` that its first results replace."""
     self._loss: Loss = program.loss.in_parts()
     self._local = self._loss.local
+    self._names = program.names
     # In messages, the arguments of `finish`: parameters, optimizer state, cycle.
     names = (*program.names[:2], "cycle")
     self._step = dataclasses.replace(program, updated=updated, names=names)
@@ -126,16 +127,15 @@ class CycleProgram:
 
   def add(self, cycle: Cycle, params, args, kwargs) -> PreparedCall:
     """Prepares a call. The carry, which is in the cycle, is not among `args`."""
-    check_not_mapped()
     check_cycle("add", cycle)
     self._check_carry("add", cycle.start)
     # From here on `args` has all arguments of the loss, the parameters first.
     args, kwargs = self._with_carry(cycle, [params, *args], kwargs)
-    given = donation.arrays((args, kwargs))
-    donation.check_alive(given, ["params"], args, kwargs)
     params, *others = args
-    # The empty tuple stands for the optimizer state, which `place` takes and a cycle has not.
-    loss, placed, kwargs = self._loss.place((params, (), *others), kwargs)
+    # The empty tuple stands for the optimizer state, which a step takes and a cycle has not.
+    given = (params, (), *others)
+    check_given(self._names, given, kwargs)
+    loss, placed, kwargs = self._loss.place(given, kwargs)
     params, _, *others = placed
     if cycle.state is None:
       # The first `add` of a cycle makes the zeros that its sums start from.
@@ -187,7 +187,6 @@ class CycleProgram:
 
     What is `kept` does not go into it: the caller keeps it, so its arrays are not donated.
     """
-    check_not_mapped()
     check_cycle("finish", cycle)
     if cycle.state is None:
       raise ValueError(
@@ -197,7 +196,7 @@ class CycleProgram:
     self._check_carry("finish", cycle.start)
     step = self._step
     args = params, opt_state, cycle.state, *cycle.start, *others
-    donation.check_alive(donation.arrays(args), step.names, args, {})
+    check_given(step.names, args, {})
     loss, placed = self._loss.place_updated(
       params, opt_state, cycle.start, others
     )

@@ -1,12 +1,12 @@
 """Which arrays a step can donate: those not deleted, each once."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Tree
 
 
 def arrays(tree):
@@ -24,15 +24,12 @@ def arrays(tree):
   return leaves
 
 
-def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
+def check_alive(given: Sequence[tuple[str, Tree]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
   # This test is quick; names of leaves are made only for the message.
-  if not any(x.is_deleted() for x in leaves):
+  if not any(x.is_deleted() for x in arrays(given)):
     return
-  # `names` has the first positions; other slots are named by number or keyword.
-  roots = dict[Any, str](enumerate(names))
-  for slot, tree in (*enumerate(args), *kwargs.items()):
-    root = roots.get(slot, f"argument {slot!r}")
+  for root, tree in given:
     for name, x in _validate.named_leaves(root, tree):
       if arrays(x) and x.is_deleted():
         raise RuntimeError(

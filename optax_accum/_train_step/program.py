@@ -13,6 +13,7 @@ from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import Loss, OverMesh
 from optax_accum._mesh.placement import out_shardings, sharding_of
+from optax_accum._microbatches import cut
 from optax_accum._microbatches.accumulator import Reduced
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
@@ -61,8 +62,11 @@ class PreparedCall(NamedTuple):
   def run(self):
     """Runs the program."""
     results = self.jitted(*self.args, **self.kwargs)
+    # Without jit a result may be an array of the arguments.
+    returned = set(map(id, donation.arrays(results)))
     for x in donation.arrays(self.ended):
-      x.delete()
+      if id(x) not in returned:
+        x.delete()
     return self.returned(results)
 
   def trace(self) -> jax.stages.Traced:
@@ -133,9 +137,7 @@ class StepProgram:
 
   def place(self, args, kwargs) -> tuple[Loss, Args, Kwargs]:
     """The loss for such arguments, and the arguments where they belong."""
-    check_not_mapped()
-    given = donation.arrays((args, kwargs))
-    donation.check_alive(given, self.names, args, kwargs)
+    check_given(self.names, args, kwargs)
     return self.loss.place(args, kwargs)
 
   def donated(self, loss: Loss, placed, others):
@@ -242,6 +244,19 @@ def _metrics(local: LocalLoss, reduced: Reduced) -> dict[str, Tree]:
   if local.has_aux or reduced.carry:
     metrics["aux"] = out.aux
   return metrics
+
+
+def check_given(names: Sequence[str], args, kwargs) -> None:
+  """Checks what a step, or `add`, is given: parameters, state, batch, and further arguments."""
+  check_not_mapped()
+  # `names` has the first positions; other slots are named by number or keyword.
+  roots = dict[Any, str](enumerate(names))
+  slots = (*enumerate(args), *kwargs.items())
+  given = [(roots.get(slot, f"argument {slot!r}"), x) for slot, x in slots]
+  # Of parameters and state, the first two, there are other checks.
+  for root, tree in given[2:]:
+    cut.check_arrays(root, tree)
+  donation.check_alive(given)
 
 
 def check_not_mapped() -> None:

@@ -1,11 +1,13 @@
 """`state_on_host`: an optimizer whose state is in the host's memory between its steps."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
-from optax_accum._streaming.accumulation import AccumulateTransformation
+from optax_accum._arithmetic import dtypes
 
 _KIND = "pinned_host"
 
@@ -33,19 +35,19 @@ def state_on_host(
     tx: Any optax transformation whose state keeps its tree, shapes and dtypes: `optax.monitor` goes
       around this one.
       `accumulate` goes around it too, as in ``accumulate(state_on_host(adam), k)``: the state then
-      moves once a cycle, and the accumulators never.
+      moves once a cycle, and the accumulators never. Within it they would move in every call.
 
   Returns:
     A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
     ``"pinned_host"``, sharded as on the device; scalars and random keys stay on the device.
     ``update`` returns each array to the memory that it came from. So a state that was restored to
-    the device stays there, and so do NumPy arrays: put it into the shardings of what ``init``
-    returns, ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else None,
-    tx.init(params)))``. Over a mesh Orbax restores into these too. What it restores so on one
-    device without a mesh has a type that does not say where it is, and a step refuses it.
+    the device stays there, with a warning, and so do NumPy arrays: put it into the shardings of
+    what ``init`` returns, ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim
+    else None, tx.init(params)))``. Over a mesh Orbax restores into these too. What it restores so
+    on one device without a mesh has a type that does not say where it is, and a step refuses it.
 
   Raises:
-    TypeError: `tx` is no optax transformation, or one of `accumulate`.
+    TypeError: `tx` is no optax transformation.
     ValueError: An update changes the tree of the state, a shape or a dtype, as float32 gradients of
       bfloat16 parameters do.
     NotImplementedError: From ``init``: devices have no such memory.
@@ -68,11 +70,6 @@ def state_on_host(
     - `jax.pmap` returns all arrays to the device.
   """
   _validate.transformation(tx, "tx")
-  if isinstance(tx, AccumulateTransformation):
-    raise TypeError(
-      "state_on_host(accumulate(...)) would move the accumulators in every call: write"
-      " accumulate(state_on_host(optimizer), every_k)."
-    )
   tx = optax.with_extra_args_support(tx)
 
   def init(params):
@@ -80,6 +77,15 @@ def state_on_host(
     return jax.tree.map(_to_host, tx.init(params))
 
   def update(updates, state, params=None, **extra_args):
+    arrays = list(filter(_moves, jax.tree.leaves(state)))
+    on_device = all(_memory(x) == jax.memory.Space.Device for x in arrays)
+    if arrays and on_device and _KIND in _kinds():
+      warnings.warn(
+        "No array of the optimizer state is in the host's memory, so state_on_host saves nothing."
+        " Put it there: jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else"
+        " None, tx.init(params))).",
+        stacklevel=2,
+      )
     # For each leaf the memory that it is in, to which its update returns.
     came_from = jax.tree.map(_memory, state)
     # Without a second argument `_moved` moves to the device.
@@ -98,9 +104,14 @@ def state_on_host(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _moves(x) -> bool:
+  """Whether a leaf waits on the host: no scalar, and no key, whose type names no memory."""
+  return jnp.ndim(x) > 0 and not dtypes.is_key(x)
+
+
 def _to_host(x):
-  """An array in the host's memory. A scalar stays, and so do keys, whose types name no memory."""
-  if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+  """An array in the host's memory, if it waits there."""
+  if not _moves(x):
     return x
   return _moved(x, jax.memory.Space.Host)
 
@@ -123,12 +134,15 @@ def _moved(x, memory=jax.memory.Space.Device):
   return jax.device_put(x, memory)
 
 
+def _kinds() -> list[str]:
+  """The kinds of memory that devices have."""
+  return [memory.kind for memory in jax.devices()[0].addressable_memories()]
+
+
 def _check_host_memory() -> None:
   """Checks that there is such memory. JAX 0.8 for CPU says so, and leaves all where it is."""
-  device = jax.devices()[0]
-  kinds = [memory.kind for memory in device.addressable_memories()]
-  if _KIND not in kinds:
+  if _KIND not in _kinds():
     raise NotImplementedError(
-      f"state_on_host needs memory of the kind {_KIND!r}, and a {device.device_kind} has {kinds}:"
-      " leave state_on_host out here."
+      f"state_on_host needs memory of the kind {_KIND!r}, and devices have {_kinds()}: leave"
+      " state_on_host out here."
     )

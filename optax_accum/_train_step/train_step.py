@@ -83,11 +83,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     **kwargs: Args.kwargs,
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    try:
-      results = self._prepare(params, opt_state, *args, **kwargs).run()
-    except Exception:
-      self._explain(params, opt_state, *args, **kwargs)
-      raise
+    results = self._use("run", (params, opt_state, *args), kwargs)
     self._called = True
     return results
 
@@ -120,10 +116,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     """
     return self._cycle.begin(params, carry)
 
-  def _explain_add(self, cycle: Cycle, params, /, *args, **kwargs) -> None:
-    parameters.check_arrays(*args, **kwargs)
-
-  @functools.partial(method, explain=_explain_add)
+  @method
   def add(self, cycle: Cycle, params, /, *args, **kwargs) -> PreparedCall:
     """``add(cycle, params, batch, ...)`` runs microbatches, and returns the cycle with these.
 
@@ -213,9 +206,10 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
 
   def _prepare(self, /, params, opt_state, *others, **named) -> PreparedCall:
     given = params, opt_state, *others
+    prepared = self._program.prepare(given, named)
     if not self._called:
       self._refuse_rows(self.of_loss(given), named)
-    return self._program.prepare(given, named)
+    return prepared
 
   def _refuse_rows(self, args, kwargs) -> None:
     """Refuses what has the batch's rows unsplit, until a call succeeds; later it may be chance."""

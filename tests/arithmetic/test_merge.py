@@ -193,7 +193,6 @@ def a_and_b(x):
 @pytest.mark.parametrize(
   ("fun", "merge", "error", "match"),
   [
-    (jnp.mean, lambda a: a, TypeError, r"two values, merge\(a, b\): too many"),
     (
       a_and_b,
       lambda a, b: {"a": a["a"] + b["a"]},

@@ -109,6 +109,7 @@ KEY = r" is a random key, .* Draw from"
   [
     ((KEYED,), {}, ValueError, r"^args\[0\]\['key'\]" + KEY),
     ((TEACHER,), {"scale": KEYED}, ValueError, r"^kwargs\['scale'\]\['key'\]"),
+    ((TEACHER, "train"), {}, TypeError, r"^args\[1\] is the string 'train' and no array: .* fix it in the loss"),
     ((TEACHER, 1.0, 2.0), {}, TypeError, "positional arguments but . were given"),
     ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
     ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),

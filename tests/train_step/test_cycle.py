@@ -759,3 +759,29 @@ def test_workers_on_any_number_of_devices_give_the_same_bits():
   expected = trained(1)
   for count in 2, 4, 8:
     assert trained(count) == expected
+
+
+@pytest.mark.parametrize("mesh", [None, 8])
+def test_without_jit_nothing_that_is_returned_is_deleted(mesh):
+  mesh = None if mesh is None else make_mesh(mesh)
+
+  def counting(w, x):
+    return jnp.mean((x @ w) ** 2), {"rows": jnp.int32(len(x))}
+
+  tx = optax.sgd(0.1)
+  step = optax_accum.make_train_step(
+    counting,
+    tx,
+    num_microbatches=1,
+    has_aux=True,
+    aux_reduction="sum",
+    mesh=mesh,
+  )
+  results = []
+  for without in (False, True):
+    w = jnp.ones(3)
+    with jax.disable_jit(without):
+      cycle = step.add(step.begin(w), w, np.ones((16, 3), np.float32))
+      results.append(step.finish(w, tx.init(w), cycle))
+  trees.assert_close(*jax.device_get(results), 1e-6)
+  assert int(results[1][2]["aux"]["rows"]) == 16
