@@ -302,18 +302,16 @@ def make_train_step(
 
   Args:
     loss_fn: ``loss_fn(params, batch, ...)`` returns the loss of the rows in ``batch``, a real
-      scalar. Positions below count its arguments: 0 is the parameters, 1 is the batch.
-    tx: Any optax transformation except `optax.lookahead`: with it use `microbatch_value_and_grad`.
-    num_microbatches: The number of equal parts, which divides the rows (of each device). Give this
-      or `microbatch_size`.
-    microbatch_size: The rows of one microbatch, on all devices together. The last microbatch may
-      have fewer rows, and then counts less.
+      scalar. Positions below are those of its arguments.
+    tx: Any optax transformation except `optax.lookahead`.
+    num_microbatches: The number of equal parts, which divides the rows (of each device).
+    microbatch_size: The rows of one microbatch, on all devices, in place of their number. The last
+      one may have fewer, and then counts less.
     has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
-      of the losses of its rows, and how much they count. The step divides the sum of the totals by
-      that of the weights.
+      of the losses of its rows, and how much they count. The step divides the sums of both.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
-      tokens: 0 or more. It gets all that is split. The loss is multiplied by it, so both must be in
-      float32: cast the logits, not the mean alone. Default: its rows.
+      tokens. The loss is multiplied by it, so both must be in float32: cast the logits, not the
+      mean alone. Default: its rows.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``: a pytree, then in ``metrics["aux"]``.
     aux_reduction: How aux is combined: ``"mean"`` (weighted; the default, not for values of rows),
       ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (one per microbatch), ``"concat"``
@@ -321,7 +319,7 @@ def make_train_step(
     batch_argnums: What is split along its first axis: a position, the name of a keyword of the
       call, or a tuple of these. Default: 1.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    donate: Whether to update parameters and state in place, which deletes the arrays passed in.
+    donate: Whether parameters and state are updated in place, which deletes what was passed in.
 
   Randomness and carried state:
     rng_argnums: The positions, or names of keywords, of random keys. Microbatch ``i`` gets
@@ -329,60 +327,52 @@ def make_train_step(
       Default: none, and then a typed key is an error. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
-      the new carry before the metrics. Microbatches of weight 0 do not change it.
+      the new carry before the metrics.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`.
 
   Several devices:
-    mesh: A `jax.sharding.Mesh`: see "Over a mesh". Arrays elsewhere are put there. Default: none.
-      Over automatic axes the compiler then gathers and reduces in every microbatch.
-    data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
-      several: ``("replica", "data")``.
+    mesh: A `jax.sharding.Mesh`, where arrays are put: see "Over a mesh". Without it the compiler
+      reduces gradients in every microbatch.
+    data_axis: The axis that rows are sharded over, or several: ``("replica", "data")``.
 
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
-      which saves memory if layers are scanned. Excludes `skip_nonfinite` and `noise_scale`.
-    accumulator_dtype: The dtype to add losses and gradients up in. Default: that of each gradient,
-      but float32 at least.
+      which saves memory if layers are scanned.
+    accumulator_dtype: The dtype to add up in. Default: that of each gradient, float32 at least.
     carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
       ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
-      ``"max"`` and ``"min"``. An integer or boolean that the loss changes needs a word; what it
-      hands back as it came is not combined.
+      ``"max"`` and ``"min"``. An integer or boolean that the loss changes needs a word.
 
   Returns:
-    A `TrainStep`, also with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that
-    arrive in several calls. Further arguments of `loss_fn` follow the batch, and are traced.
-    ``metrics`` is a dict of arrays:
+    A `TrainStep`, with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that arrive in
+    several calls. Further arguments of `loss_fn` follow the batch. ``metrics`` is a dict of arrays:
 
     ========================  ======================================================================
     ``loss``                  of the whole batch
     ``grad_norm``             the global norm of the gradients
     ``total_weight``          the sum of the weights
-    ``skipped_microbatches``  int32, how many were not finite, with `skip_nonfinite`
-    ``stepped``               bool: False within the cycle of an `accumulate`, or if nothing counted
+    ``skipped_microbatches``  int32, how many were not finite
+    ``stepped``               bool: False within a cycle of `accumulate`, or if nothing counted
     ``aux``                   with `has_aux` or `carry_argnum`
     ``noise_scale``           if asked for
     ========================  ======================================================================
 
   Raises:
-    ValueError: A count, a name, an argument or a shape cannot work.
-    TypeError: A value has the wrong type, such as a loss that is not a real scalar.
-    NotImplementedError: ``in_place=True`` with JAX before 0.10, in `jax.vmap`, or differentiated.
-    RuntimeError: An earlier step deleted an array.
+    ValueError, TypeError: An argument, a shape or a type cannot work. The message has the fix.
+    RuntimeError: A step deleted an array.
 
   Over a mesh:
     `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows.
-    Parameters, state and carry keep their shardings: see the
-    guide "Which way to shard". Collectives over `data_axis` have the gradient of the whole batch.
-    ``l.sum() / lax.psum(count)`` has not: loss and gradient are 1/n on n devices. The compiler
-    decides about other axes: write a sharding constraint as a bare `PartitionSpec` of these.
+    Parameters, state and carry keep their shardings. Collectives over `data_axis` have the gradient
+    of the whole batch; ``l.sum() / lax.psum(count)`` has 1/n of it on n devices. Other axes are the
+    compiler's: constrain them by a bare `PartitionSpec`.
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight;
-    and ``value_fn``, from parameters to the loss of what was not skipped. k calls of N microbatches
-    with ``tx=accumulate(inner, k)`` are one step of k x N.
+    and ``value_fn``, from parameters to the loss.
   """
   # These are all arguments by name; `step_loss` picks those of the loss.
   asked = locals()

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -133,8 +134,8 @@ def test_options_have_one_order():
   first = [
     "num_microbatches",
     "microbatch_size",
-    "weight_fn",
     "has_weight",
+    "weight_fn",
     "has_aux",
     "aux_reduction",
   ]
