@@ -280,6 +280,21 @@ def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
     trees.assert_close(actual, expected, 1e-10)
 
 
+def test_complex_parameters_keep_their_imaginary_part():
+  def fun(params, x):
+    return jnp.sum(jnp.abs(x @ params) ** 2)
+
+  options = {"num_microbatches": 2, "accumulator_dtype": jnp.float32}
+  split = in_parts(fun, reduction="sum", **options)
+  params = np.full(WIDTH, 1 + 2j, np.complex64)
+  x = two_views(4, np.complex64)[0]
+  actual, expected = (
+    np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun)
+  )
+  assert np.abs(expected.imag).max() > 1
+  trees.assert_close(actual, expected, 1e-5)
+
+
 def deep(params, x):
   for w in params:
     x = jnp.tanh(x @ w)

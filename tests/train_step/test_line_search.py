@@ -110,36 +110,6 @@ def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
   )
 
 
-def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
-  def loss_fn(params, batch):
-    product = (
-      batch.astype(jnp.complex64)
-      * params["z"]
-      * params["w"].astype(jnp.complex64)
-    )
-    return jnp.mean(jnp.abs(product + 1j) ** 2)
-
-  def inspect(value_fn, params):
-    return jax.grad(value_fn)(params)
-
-  def update(updates, state, params, *, value_fn, **extra_args):
-    return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
-
-  tx = optax.GradientTransformationExtraArgs(lambda p: p, update)
-  start = {"z": jnp.complex64(1 + 2j), "w": jnp.bfloat16(1.5)}
-  batch = jnp.arange(1.0, 9.0)
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=4, donate=False
-  )
-  _, seen, _ = step(start, start, batch)
-  expected = jax.jit(jax.grad(loss_fn))(start, batch)
-  chex.assert_trees_all_equal_dtypes(seen, expected)
-  np.testing.assert_allclose(seen["z"], expected["z"], rtol=1e-6)
-  np.testing.assert_allclose(
-    np.float32(seen["w"]), np.float32(expected["w"]), rtol=1e-2
-  )
-
-
 def test_a_line_search_does_not_leave_out_what_diverges():
   def barrier(p, x):  # infinite at p = 1, and NaN beyond
     return jnp.mean(-jnp.log(1 - p * x) - 3 * p * x) + 5
