@@ -113,6 +113,40 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(
     assert abs(expected - metrics["loss"]) > 1e-2
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
+  def tokens(batch):
+    return jnp.sum(batch["valid"])
+
+  def fun(params, batch):
+    logits = batch["x"] @ params["w1"] @ params["w2"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    total = jnp.sum(losses * batch["valid"])
+    return total / tokens(batch) if reduction == "mean" else total
+
+  params = init_params()
+  rng = np.random.default_rng(0)
+  batch = {
+    **digits(24),
+    "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32),
+  }
+  tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
+  step = optax_accum.make_train_step(
+    fun,
+    tx,
+    num_microbatches=3,
+    weight_fn=tokens,
+    reduction=reduction,
+    donate=False,
+  )
+  new, state = params, tx.init(params)
+  for part in (slice(0, 9), slice(9, 24)):
+    new, state, _ = step(new, state, trees.index(batch, part))
+  sgd = optax.sgd(0.1)
+  whole, *_ = oracle.whole_batch_step(fun, sgd)(params, sgd.init(params), batch)
+  trees.assert_close(new, whole, 1e-6)
+
+
 def test_a_line_search_of_several_calls_is_refused():
   def take(every_k):
     tx = optax_accum.accumulate(relaxed(optax.lbfgs()), every_k)
