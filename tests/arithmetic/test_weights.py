@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import trees
 from support.optimizers import FORMS, mini_step
 
 from optax_accum import (
@@ -196,6 +197,21 @@ def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
   for g, w in ((one, 2.0**25), (one, 1.0), (nan, 0.0)):
     updates, state = update(g, state, weight=np.float32(w))
   np.testing.assert_array_equal(updates, [-1, -1])
+
+
+@forms
+def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
+  weights, grads = (1, 3, 5, 7), (1.0, 2.0, 3.0, 4.0)
+  for outer, inner in ((2, 2), (1, 4), (4, 1)):
+    tx, params = (
+      accumulate(accumulate(optax.sgd(1.0), inner), outer),
+      np.float32(0),
+    )
+    state, step = trees.strong(tx.init(params)), jax.jit(mini_step(tx, form))
+    for w, g in zip(weights, grads, strict=True):
+      params, state = step(params, state, np.float32(g), weight=w)
+    np.testing.assert_allclose(params, -(1 + 6 + 15 + 28) / 16, rtol=1e-6)
+  assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
 
 
 @pytest.mark.parametrize(

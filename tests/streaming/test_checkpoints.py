@@ -521,6 +521,17 @@ def test_a_step_refuses_a_state_that_is_broadcast():
     step.eval_shape(PARAMS, BROADCAST, ROWS[0])
 
 
+def test_a_state_may_be_filled_by_the_first_update():
+  updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
+  filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
+  tx = optax.GradientTransformation(lambda _: None, filled)
+  step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  held = (PARAMS, tx.init(PARAMS))
+  for x in ROWS[:3]:
+    held = step(*held, x)[:2]
+  assert [x.shape for x in jax.tree.leaves(held[1])] == [(3,), (8, 3)]
+
+
 def test_an_error_of_an_optimizer_is_shown():
   def update(grads, state, params=None):
     raise KeyError("mine")

@@ -130,6 +130,22 @@ def test_in_a_cycle_of_calls(sharded):
   check_kinds(actual[1])
 
 
+def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
+  mesh = make_mesh(8)
+
+  def place(tx):
+    params = devices.put(PARAMS, mesh, SHARDS)
+    return params, tx.init(PARAMS)
+
+  tx = state_on_host(relaxed(optax.adam(1e-2)))
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
+  params, state = place(tx)
+  _, state, _ = step(params, state, BATCH)
+  check_kinds(state)
+  for name, spec in SHARDS.items():
+    assert state[0].nu[name].sharding.spec == spec
+
+
 @pytest.mark.parametrize(
   ("wrapped", "plain"),
   [
