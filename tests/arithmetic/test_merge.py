@@ -283,6 +283,68 @@ def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
   chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
+def merge_by(power):
+  """Merges power means. The derivative of those of zeros, which are no value, is NaN."""
+
+  def merge(a, b):
+    terms = [x["n"] * jnp.exp(power * jnp.log(x["mean"])) for x in (a, b)]
+    n = a["n"] + b["n"]
+    return {"n": n, "mean": jnp.exp(jnp.log(sum(terms) / n) / power)}
+
+  return merge
+
+
+@pytest.mark.parametrize(("counted", "count"), [("some", 3), ("none", 1)])
+def test_what_a_merge_closes_over_has_its_gradient(counted, count):
+  # one in each microbatch
+  values = np.array([1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32)
+  kept = (values == 2) | (values == 7) if counted == "some" else values < 0
+  values = np.where(kept, values, np.nan)
+  rows = values.reshape(count, 1, -1).repeat(4, 1).ravel()
+  of = lambda x: {"n": jnp.float32(x.shape[0]), "mean": jnp.mean(x)}  # noqa: E731
+
+  def split(power, rows):
+    run = optax_accum.microbatch(
+      of, reduction=merge_by(power), microbatch_size=4, weight_fn=lambda x: jnp.sum(x > 0),
+      axis_name="data" if count > 1 else None,
+    )  # fmt: skip
+    return run(rows)["mean"]
+
+  if count > 1:
+    mesh, row = devices.make_mesh(count), jax.P("data")
+    split = jax.shard_map(
+      split, mesh=mesh, in_specs=(jax.P(), row), out_specs=jax.P()
+    )
+
+  def by_hand(power):
+    parts = [of(jnp.full(4, value)) for value in values if value > 0]
+    return (
+      functools.reduce(merge_by(power), parts)["mean"] if parts else 0 * power
+    )
+
+  def derivatives(fun):
+    power, gradient = jnp.float32(1.5), jax.grad(fun)
+    of_several = gradient
+    # before, no vmap of a sum over devices
+    if count == 1 or jax.__version_info__ >= (
+      0,
+      9,
+    ):
+      of_several = lambda power: jax.vmap(gradient)(power[None])[0]  # noqa: E731
+    return (
+      fun(power),
+      gradient(power),
+      jax.jvp(fun, (power,), (power,))[1],
+      of_several(power),
+    )
+
+  expected = jax.jit(lambda: derivatives(by_hand))()
+  got = jax.jit(
+    lambda: derivatives(lambda power: split(power, jnp.asarray(rows)))
+  )()
+  chex.assert_trees_all_close(got, expected, rtol=1e-4)
+
+
 def test_a_function_may_change_the_containers_that_it_is_given():
   def into(a, b, changed):
     changed["n"], changed["low"] = (

@@ -366,6 +366,41 @@ def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
     chex.assert_trees_all_equal((one[i], three[i]), expected(key, keys, i))
 
 
+def with_statistics(params, batch, stats, momentum=0.9):
+  mean = jnp.mean(batch)
+  new = {
+    "mean": momentum * stats["mean"] + (1 - momentum) * mean,
+    "steps": stats["steps"] + 1,
+  }
+  return jnp.mean(params * (batch - mean) ** 2), (new, {"seen": stats["mean"]})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_carry_goes_from_each_microbatch_to_the_next(size):
+  params, batch = jnp.asarray(1.5), np.arange(6, dtype=np.float32)
+  parts = {
+    2: [batch[i::3] for i in range(3)],
+    4: [batch[:4], batch[4:]],
+  }[size]
+  stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
+  cycle = optax_accum.microbatch_value_and_grad(
+    with_statistics,
+    has_aux=True,
+    microbatch_size=size,
+    carry_argnum=2,
+    aux_reduction="stack",
+  )
+  (_, (new, aux)), _ = jax.jit(cycle)(params, batch, stats)
+  carry, seen = stats, []
+  for part in parts:
+    seen.append(carry["mean"])
+    _, (carry, _) = jax.jit(with_statistics)(params, part, carry)
+  chex.assert_trees_all_close(
+    (new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6
+  )
+  assert int(new["steps"]) == len(parts)
+
+
 def test_half_precision_is_added_up_in_float32():
   dtype = jnp.bfloat16
 
