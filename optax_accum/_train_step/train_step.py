@@ -83,7 +83,12 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     **kwargs: Args.kwargs,
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    results = self._use("run", (params, opt_state, *args), kwargs)
+    # Not by `_use`: one frame fewer stands between a call and the loss.
+    try:
+      results = self._prepare(params, opt_state, *args, **kwargs).run()
+    except Exception:
+      self._explain(params, opt_state, *args, **kwargs)
+      raise
     self._called = True
     return results
 
