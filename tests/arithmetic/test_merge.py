@@ -227,10 +227,7 @@ def test_a_merge_that_does_not_fit_is_refused(fun, merge, error, match):
 def test_only_what_has_no_gradient_merges_under_differentiation():
   def loss(scale, stop):
     def fun(scale, x):
-      return (
-        jnp.mean(scale * x),
-        stop(jax.nn.logsumexp(scale * x)),
-      )
+      return (jnp.mean(scale * x), stop(jax.nn.logsumexp(scale * x)))
 
     split = optax_accum.microbatch(
       fun,
@@ -326,10 +323,7 @@ def test_what_a_merge_closes_over_has_its_gradient(counted, count):
     power, gradient = jnp.float32(1.5), jax.grad(fun)
     of_several = gradient
     # before, no vmap of a sum over devices
-    if count == 1 or jax.__version_info__ >= (
-      0,
-      9,
-    ):
+    if count == 1 or jax.__version_info__ >= (0, 9):
       of_several = lambda power: jax.vmap(gradient)(power[None])[0]  # noqa: E731
     return (
       fun(power),

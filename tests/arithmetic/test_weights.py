@@ -10,10 +10,7 @@ import pytest
 from support import trees
 from support.optimizers import FORMS, mini_step
 
-from optax_accum import (
-  accumulate,
-  microbatch_value_and_grad,
-)
+from optax_accum import accumulate, microbatch_value_and_grad
 
 GRADS = np.array([[1.0, 2.0, 3.0], [5.0, -1.0, 0.5]], np.float32)
 

@@ -12,11 +12,7 @@ import pytest
 from support import devices
 from support.compiled import groups_of
 
-from optax_accum import (
-  accumulate,
-  accumulate_specs,
-  make_train_step,
-)
+from optax_accum import accumulate, accumulate_specs, make_train_step
 from optax_accum import count_collectives as count
 
 ROWS = P("data")

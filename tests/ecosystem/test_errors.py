@@ -18,10 +18,7 @@ MESSAGES = re.findall(r"^- \*\*`(.+)`\*\*$", PAGE, re.MULTILINE)
 
 ROWS = 64
 PARAMS = {"w": np.ones((8, 3), np.float32) / 8}
-BATCH = {
-  "x": np.ones((ROWS, 8), np.float32),
-  "y": np.zeros(ROWS, np.int32),
-}
+BATCH = {"x": np.ones((ROWS, 8), np.float32), "y": np.zeros(ROWS, np.int32)}
 TX = optax.adam(1e-3)
 MESH = jax.make_mesh((8,), ("data",))
 

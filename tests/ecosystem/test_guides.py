@@ -35,11 +35,7 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 @pytest.mark.parametrize(
-  ("page", "section"),
-  [
-    (MODELS, "Equinox"),
-    (LOGGING, "A setting of the loss"),
-  ],
+  ("page", "section"), [(MODELS, "Equinox"), (LOGGING, "A setting of the loss")]
 )
 def test_training_ends_as_on_whole_batches(page, section):
   model, _, loop = page.blocks(section)[0].rpartition("step = ")
@@ -154,9 +150,7 @@ def test_the_log_shows_gradients_and_counts():
 
 def test_a_mark_of_a_profile_is_a_step_of_the_optimizer(tmp_path):
   documented = re.findall(
-    r"^\|`(\w+)`",
-    TROUBLESHOOTING.sections["Names in a profile"],
-    re.MULTILINE,
+    r"^\|`(\w+)`", TROUBLESHOOTING.sections["Names in a profile"], re.MULTILINE
   )
   assert set(documented) == {
     "microbatches",
@@ -286,10 +280,7 @@ def test_batch_norm_sees_a_microbatch_and_group_norm_a_row():
     moved = []
     for number in (1, 8):
       step = linen_train_step(
-        loss_fn,
-        mutable=("batch_stats",),
-        num_microbatches=number,
-        donate=False,
+        loss_fn, mutable=("batch_stats",), num_microbatches=number, donate=False
       )
       after, _ = step(state, {"x": x, "y": y})
       moved.append(optax.tree.sub(after.params, state.params))

@@ -19,11 +19,7 @@ EXAMPLE = (
   pathlib.Path(__file__).parents[2] / "examples" / "grain_checkpoints.py"
 )
 # microbatches of a step and of the run, seconds of a process
-CYCLE, CALLS, LIMIT = (
-  4,
-  12,
-  120,
-)
+CYCLE, CALLS, LIMIT = (4, 12, 120)
 
 # an example's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -101,10 +97,7 @@ def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
   resumed_at = [b for a, b in itertools.pairwise(calls) if b <= a]
   assert len(resumed_at) == 2
   # the last checkpoint may not have been complete
-  assert resumed_at[0] in (
-    5,
-    6,
-  )
+  assert resumed_at[0] in (5, 6)
   assert resumed_at[1] in (8, 9)
   assert calls[-1] == CALLS - 1
   ends = [np.load(folder.with_suffix(".npz")) for folder in (whole, parts)]

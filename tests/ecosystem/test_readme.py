@@ -22,10 +22,7 @@ SNIPPETS = code_of(README)
 
 # A figure, and the file, table, row and column that has it.
 FIGURES = [
-  (
-    "0.975 of the time",
-    ("whole_cycle", 0, "optax_accum, N=8", "time / scan"),
-  ),
+  ("0.975 of the time", ("whole_cycle", 0, "optax_accum, N=8", "time / scan")),
   ("33 P of temporary", ("whole_cycle", 0, "optax_accum, N=8", "temp, P")),
   ("253 P", ("whole_cycle", 0, "whole batch at once", "temp, P")),
   ("without it 2.48 P", ("memory_tpu", 0, "plain", "temp, P")),
@@ -38,20 +35,14 @@ FIGURES = [
     ("streaming_gpu", 1, "apply", "MultiSteps / this"),
   ),
   ("13 P, the whole", ("whole_cycle_gpu", 0, "optax_accum, N=8", "temp, P")),
-  (
-    "batch 87 P.",
-    ("whole_cycle_gpu", 0, "whole batch at once", "temp, P"),
-  ),
+  ("batch 87 P.", ("whole_cycle_gpu", 0, "whole batch at once", "temp, P")),
   ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
   ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
   (
     "| 40 (26.3 MiB) |",
     ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops"),
   ),
-  (
-    "| 1 (3.3 MiB) |",
-    ("collectives", 0, "optax_accum", "reductions outside"),
-  ),
+  ("| 1 (3.3 MiB) |", ("collectives", 0, "optax_accum", "reductions outside")),
 ]
 
 # README's code is for JAX as it comes

@@ -299,8 +299,7 @@ def test_finish_leaves_what_starts_as_the_parameters(shape):
   model = Taught()
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = nnx_train_step(
-    lambda m, batch: distance(m.w[...], batch, m.teacher[...]),
-    **options(shape),
+    lambda m, batch: distance(m.w[...], batch, m.teacher[...]), **options(shape)
   )
   step.finish(model, optimizer, step.add(step.begin(model), model, x))
   assert model.teacher[...].tolist() == np.ones((4, 2)).tolist()

@@ -479,10 +479,7 @@ def test_an_apply_gradients_of_the_users_own_is_refused(mesh):
 def test_what_the_step_does_not_touch_is_kept(mesh):
   def loss_fn(variables, batch, rngs):
     # neither keys nor what is static
-    assert variables.keys() == {
-      "params",
-      "ema",
-    }
+    assert variables.keys() == {"params", "ema"}
     return linear(variables, batch, rngs)
 
   key, note = jax.random.key(0), {"note": "fine"}
@@ -604,10 +601,7 @@ def test_statistics_that_are_not_mutable_reach_the_loss():
     state = state.replace(batch_stats=stats)
 
     def variables(params):
-      return {
-        "params": params,
-        "batch_stats": state.batch_stats,
-      }
+      return {"params": params, "batch_stats": state.batch_stats}
 
     expected = steps_of_flax(
       state, lambda p, b: loss_fn(variables(p), b, None), batch, 2

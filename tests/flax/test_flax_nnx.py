@@ -322,10 +322,7 @@ def test_only_adapters_accumulate_and_have_moments():
   x = np.ones((4, 512), np.float32)
   temp = {}
   # the second selects all: an adapter is a parameter too
-  for wrt in (
-    nnx.LoRAParam,
-    nnx.Param,
-  ):
+  for wrt in (nnx.LoRAParam, nnx.Param):
     model, optimizer = make(Adapted(), wrt=wrt)
     step = nnx_train_step(squares, wrt=wrt, num_microbatches=2)
     memory = step.lower(model, optimizer, x).compile().memory_analysis()

@@ -126,8 +126,7 @@ def test_a_state_of_multi_steps_is_refused(weight):
   state = TrainState.create(apply_fn=None, params=params, tx=accumulate(tx, 2))
   state = state.replace(opt_state=optax.MultiSteps(tx, 2).init(params))
   with pytest.raises(
-    ValueError,
-    match="state is a MultiStepsState and not an AccumulateState",
+    ValueError, match="state is a MultiStepsState and not an AccumulateState"
   ):
     state.apply_gradients(grads=params, weight=weight)
 

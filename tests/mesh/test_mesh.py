@@ -155,11 +155,7 @@ def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
       assert_one_reduction(step.lower(*placed, make_batch()).compile(), params)
 
 
-SHARDED = {
-  "embedding": P("data"),
-  "layers": P("data"),
-  "bias": P(),
-}
+SHARDED = {"embedding": P("data"), "layers": P("data"), "bias": P()}
 SHARDED_2D = {
   "embedding": P("data", "model"),
   "layers": P(None, "model", "data"),
@@ -240,8 +236,7 @@ def test_parameters_may_be_sharded_over_two_axes(specs, kind):
 
 
 @pytest.mark.parametrize(
-  ("size", "on_each", "kind"),
-  [(40, [5, 1], EXPLICIT), (96, [6], AUTO)],
+  ("size", "on_each", "kind"), [(40, [5, 1], EXPLICIT), (96, [6], AUTO)]
 )
 def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   def fun(params, x):

@@ -13,11 +13,7 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
-from optax_accum import (
-  accumulate,
-  count_collectives,
-  make_train_step,
-)
+from optax_accum import accumulate, count_collectives, make_train_step
 
 kinds = pytest.mark.parametrize(
   "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]

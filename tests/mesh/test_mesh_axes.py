@@ -149,10 +149,7 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
 
 @pytest.mark.parametrize(
   ("data_kind", "options"),
-  [
-    (EXPLICIT, {"num_microbatches": 4}),
-    (AUTO, {"microbatch_size": 20}),
-  ],
+  [(EXPLICIT, {"num_microbatches": 4}), (AUTO, {"microbatch_size": 20})],
 )
 def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
   options, data_kind
@@ -171,12 +168,7 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
       return loss_fn(params, batch)
 
     step = make_train_step(
-      fun,
-      tx,
-      weight_fn=valid,
-      mesh=mesh,
-      donate=False,
-      **options,
+      fun, tx, weight_fn=valid, mesh=mesh, donate=False, **options
     )
     specs = {
       "w": P("data" if "num_microbatches" in options else None, "explicit"),

@@ -167,11 +167,7 @@ FSDP = {
 def test_the_gradient_is_that_of_the_whole_batch_and_reduced_once(mesh, spec):
   # Of the rows of a device, the last microbatch has fewer.
   encoder = microbatch(
-    encode,
-    reduction="concat",
-    batch_argnums=1,
-    microbatch_size=24,
-    mesh=mesh,
+    encode, reduction="concat", batch_argnums=1, microbatch_size=24, mesh=mesh
   )
   gradient = jax.grad(functools.partial(contrastive, encoder))
   with jax.enable_x64(True), jax.set_mesh(mesh):

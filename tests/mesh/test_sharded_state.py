@@ -231,8 +231,7 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
 
 
 @pytest.mark.parametrize(
-  ("kind", "shape"),
-  [(AUTO, (1, 8)), (EXPLICIT, (1, 8))],
+  ("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))]
 )
 def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
@@ -511,11 +510,7 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
 
 
 @pytest.mark.parametrize(
-  ("made", "kind"),
-  [
-    ("jitted", AUTO),
-    ("in part", EXPLICIT),
-  ],
+  ("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)]
 )
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):

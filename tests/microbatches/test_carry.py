@@ -115,10 +115,7 @@ def test_where_nothing_counted_the_carry_stays(kind):
 
   batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
   # 0.1 + 0.1 + 0.1 is not 3 * 0.1
-  carry = {
-    "mean": jnp.float32(0.1),
-    "seen": jnp.int32(3),
-  }
+  carry = {"mean": jnp.float32(0.1), "seen": jnp.int32(3)}
   mesh = make_mesh(3, kind=kind)
   options = {
     "weight_fn": tokens,

@@ -107,8 +107,7 @@ def test_a_sum_that_is_divided_by_the_count_of_all_trains_with_a_part(entry):
   fun = TABLE["sum / psum(count)"].fun
   run = losses.gradient_function(fun, entry, DEVICES, weighs=False, **WHOLE)
   part = jax.tree.map(
-    lambda x: x / DEVICES,
-    jax.value_and_grad(losses.plain)(params, batch)[::-1],
+    lambda x: x / DEVICES, jax.value_and_grad(losses.plain)(params, batch)[::-1]
   )
   assert losses.error_of(run(params, batch), part) < TOLERANCE
 

@@ -15,13 +15,7 @@ from support.samples import more
 from optax_accum import _versions, make_train_step, microbatch
 
 # 40 rows are ragged on 1, 2 and 8 devices
-ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (
-  40,
-  16,
-  3,
-  4,
-  3,
-)
+ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (40, 16, 3, 4, 3)
 LABELLED = (3, 5, 31)
 MICROBATCHES = 5
 TX = optax.sgd(0.5)
@@ -195,12 +189,7 @@ def over_microbatches(pair, count):
 
 @pytest.mark.parametrize(
   ("count", "pair"),
-  [
-    (1, drawn),
-    (8, sum_and_count),
-    more(1, sum_and_count),
-    more(8, drawn),
-  ],
+  [(1, drawn), (8, sum_and_count), more(1, sum_and_count), more(8, drawn)],
 )
 def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
   pair, count, params, batch

@@ -184,10 +184,7 @@ def test_padding_that_is_not_a_number_stays_out():
 
 @pytest.mark.parametrize(
   ("kind", "padded", "specs"),
-  [
-    (AUTO, True, "replicated"),
-    (EXPLICIT, False, "sharded"),
-  ],
+  [(AUTO, True, "replicated"), (EXPLICIT, False, "sharded")],
 )
 def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
   kind, padded, specs

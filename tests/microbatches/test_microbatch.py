@@ -77,11 +77,7 @@ def mean_of_means(params, batch, size):
 # Whole, even, ragged by one and by more, and too large.
 @pytest.mark.parametrize(
   ("rows", "sizes", "masked"),
-  [
-    (1, [1, 13], False),
-    (7, [2, 3, 5, 6], False),
-    (12, [1, 5, 7, 13], True),
-  ],
+  [(1, [1, 13], False), (7, [2, 3, 5, 6], False), (12, [1, 5, 7, 13], True)],
 )
 def test_every_split_equals_the_whole_batch(rows, sizes, masked):
   with jax.enable_x64(True):
@@ -378,10 +374,7 @@ def with_statistics(params, batch, stats, momentum=0.9):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_carry_goes_from_each_microbatch_to_the_next(size):
   params, batch = jnp.asarray(1.5), np.arange(6, dtype=np.float32)
-  parts = {
-    2: [batch[i::3] for i in range(3)],
-    4: [batch[:4], batch[4:]],
-  }[size]
+  parts = {2: [batch[i::3] for i in range(3)], 4: [batch[:4], batch[4:]]}[size]
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
   cycle = optax_accum.microbatch_value_and_grad(
     with_statistics,

@@ -57,11 +57,7 @@ OPTIONS = [
     ValueError,
     "num_microbatches=0 must be at least 1",
   ),
-  (
-    {"num_microbatches": 2.0},
-    TypeError,
-    "num_microbatches=2.0 must be an int",
-  ),
+  ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
   (
     {"num_microbatches": True},
     TypeError,
@@ -111,11 +107,7 @@ OPTIONS = [
     ValueError,
     r"weight of shape \(3,\) .* real scalar",
   ),
-  (
-    {"weight_fn": lambda b: -1.0},
-    ValueError,
-    "weight -1.0; it must be 0 or",
-  ),
+  ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0 or"),
   (
     {"weight_fn": lambda b: None},
     TypeError,
@@ -161,10 +153,7 @@ BATCHES = [
     {"x": jnp.ones((6, 3)), "y": jnp.ones(())},
     r"1\['y'\] has shape \(\), without rows",
   ),
-  (
-    {"x": jnp.ones((6, 3)), "y": 1.0},
-    r"1\['y'\] has shape \(\), without rows",
-  ),
+  ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without rows"),
   (
     {"x": jnp.ones((0, 3)), "y": jnp.ones(0)},
     r"The batch \(argument 1\) is empty",

@@ -75,10 +75,7 @@ def test_a_contrastive_loss_has_the_whole_batchs_gradient(shared):
       return
     # Each microbatch against its own rows is another loss.
     alone = microbatch(
-      contrastive,
-      reduction="mean",
-      batch_argnums=(0, 1),
-      microbatch_size=size,
+      contrastive, reduction="mean", batch_argnums=(0, 1), microbatch_size=size
     )
     other_loss = alone(*(encode(params, x) for x in views))
     assert abs(other_loss - expected[0]) > 1e-3
@@ -223,10 +220,7 @@ def test_padding_that_is_not_finite_adds_nothing():
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
     # microbatch 2 is padding
-    batch = {
-      "x": x,
-      "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1]),
-    }
+    batch = {"x": x, "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1])}
 
     def derivatives(fun, params, x):
       by_rows = jax.grad(lambda x: fun(params, {**batch, "x": x}))(x)
@@ -394,8 +388,7 @@ def test_what_is_closed_over_has_its_gradient_too():
 
 
 @pytest.mark.parametrize(
-  ("kind", "platform"),
-  [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")],
+  ("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")]
 )
 def test_a_step_over_a_mesh_reduces_once(kind, platform):
   """Every device encodes its rows in microbatches, and holds them against all devices' rows."""

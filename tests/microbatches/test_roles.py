@@ -10,11 +10,7 @@ import optax
 import pytest
 from support.devices import AUTO, EXPLICIT, make_mesh
 
-from optax_accum import (
-  make_train_step,
-  microbatch,
-  microbatch_value_and_grad,
-)
+from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
 
 ROWS = 8
 rng = np.random.default_rng(0)

@@ -39,10 +39,7 @@ def notes(error):
 @MESHES
 @pytest.mark.parametrize(
   ("args", "kwargs", "names"),
-  [
-    ((np.True_,), {}, ["train"]),
-    ((True,), {"layers": 2}, ["train", "layers"]),
-  ],
+  [((np.True_,), {}, ["train"]), ((True,), {"layers": 2}, ["train", "layers"])],
 )
 def test_a_branch_on_an_argument_names_it(args, kwargs, names, count):
   with pytest.raises(TypeError, match="traced") as error:

@@ -104,10 +104,7 @@ PARAMS = {"w": jnp.ones((2, 1))}
 
 def test_a_number_of_microbatches_by_position_gets_its_name():
   # argnums and has_aux, as in jax.value_and_grad
-  for positional in (
-    (4,),
-    (0, 4),
-  ):
+  for positional in ((4,), (0, 4)):
     with pytest.raises(
       ValueError, match=r"num_microbatches=None and .* exactly one .* by name"
     ):
@@ -125,8 +122,7 @@ def test_functions_of_the_user_that_do_not_fit_are_named():
     mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0
   )
   with pytest.raises(
-    TypeError,
-    match=r"weight_fn gets only the arg.* that are split",
+    TypeError, match=r"weight_fn gets only the arg.* that are split"
   ):
     step(PARAMS, SGD.init(PARAMS), BATCH)
   step = make_train_step(jax.value_and_grad(mean_loss), SGD, num_microbatches=2)
@@ -143,10 +139,7 @@ def test_a_batch_of_strings_or_lists_gets_what_to_write():
     match=r"batch\['name'\] is the string 'name' and no array: leave it out",
   ):
     step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
-  with pytest.raises(
-    ValueError,
-    match=r"has shape \(\), .* array",
-  ):
+  with pytest.raises(ValueError, match=r"has shape \(\), .* array"):
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
 

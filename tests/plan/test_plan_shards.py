@@ -9,11 +9,7 @@ import optax
 import pytest
 from support import devices
 from support.devices import make_mesh
-from support.planned import (
-  compiled_once,
-  shape,
-  written_down,
-)
+from support.planned import compiled_once, shape, written_down
 
 from optax_accum import make_train_step, plan_microbatches
 

@@ -364,10 +364,7 @@ def test_it_reduces_over_several_axes():
 
 @pytest.mark.parametrize(
   ("form", "check_vma", "kind"),
-  [
-    ("update", True, AUTO),
-    ("apply", False, EXPLICIT),
-  ],
+  [("update", True, AUTO), ("apply", False, EXPLICIT)],
 )
 def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
   with jax.enable_x64(True):
@@ -530,10 +527,7 @@ def assert_sharded_as(tree, params):
 
 @pytest.mark.parametrize(
   ("form", "kind", "init"),
-  [
-    ("apply", AUTO, "eager"),
-    ("update", EXPLICIT, "jit"),
-  ],
+  [("apply", AUTO, "eager"), ("update", EXPLICIT, "jit")],
 )
 def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
   mesh = make_mesh(4, 2, kind=kind)

@@ -143,8 +143,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(
-  "loop",
-  [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS],
+  "loop", [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS]
 )
 def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   held, step = LOOPS[loop]()

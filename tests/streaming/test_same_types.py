@@ -40,12 +40,7 @@ WIDENING = {
 
 @pytest.mark.parametrize("name", WIDENING)
 @pytest.mark.parametrize(
-  ("every_k", "form"),
-  [
-    (1, "update"),
-    (2, "apply"),
-    (lambda _: 1, "update"),
-  ],
+  ("every_k", "form"), [(1, "update"), (2, "apply"), (lambda _: 1, "update")]
 )
 def test_a_state_widens_as_in_optax_alone(name, every_k, form):
   inner = WIDENING[name]

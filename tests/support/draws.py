@@ -35,30 +35,18 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   ),
   "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
   # in flax's annotations, which name the axes that `params` says
-  "boxed": (
-    False,
-    True,
-  ),
+  "boxed": (False, True),
   "opt_state": ("like params", "data", "whole"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
   "size": (1, 2, 3),  # rows of a microbatch on a device
   # microbatch_size, with a smaller microbatch at the end
-  "tail": (
-    False,
-    True,
-  ),
+  "tail": (False, True),
   "uneven": (False, True),  # the last call of a cycle has fewer rows
   "every_k": (2, 1, 3, "schedule"),
   "flush": (False, True),  # the second cycle ends early
   # "python": nothing is traced
-  "loop": (
-    "jit",
-    "jit",
-    "jit",
-    "scan",
-    "python",
-  ),
+  "loop": ("jit", "jit", "jit", "scan", "python"),
   "wrap": ("none", "chain", "partition"),  # what `accumulate` is in
   "differentiable": (False, True),
   "weights": ("none", "counts", "floats", "fractions"),
@@ -104,12 +92,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "donate": (False, True),
   "seed": tuple(range(100)),
   # are rows over the automatic axis "model" too?
-  "spread": (
-    False,
-    True,
-    True,
-    True,
-  ),
+  "spread": (False, True, True, True),
   "has_weight": (False, True),  # does the loss return a total and its weight?
   # Does the batch come in two calls of `add`, to one cycle or to two that are merged?
   "arrives": (False, *("one cycle", "merged") * 2),
@@ -287,7 +270,7 @@ KNOWN = {
     d.place == "mesh"
     and d.mesh.startswith("explicit")
     and d.optimizer == "adafactor"
-  ),
+  )
 }
 
 

@@ -140,10 +140,7 @@ def ctc(params, batch):
   logits = outputs(params, batch["x"])
   given = batch["logit"], batch["labels"], batch["label"]
   # Optax promotes.
-  with (
-    jax.numpy_dtype_promotion("standard"),
-    jax.numpy_rank_promotion("allow"),
-  ):
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     losses = optax.ctc_loss(logits, *given)
   return jnp.sum(losses), jnp.sum(1 - batch["label"])
 

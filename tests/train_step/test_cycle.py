@@ -17,11 +17,7 @@ from optax_accum import count_collectives
 
 # Rows of each call: with a microbatch of one row on each of 8 devices, 1, 3 and 2 of them.
 CALLS = 8, 24, 16
-MESHES = {
-  "one device": None,
-  "8 devices": (8,),
-  "2 axes": (4, 2),
-}
+MESHES = {"one device": None, "8 devices": (8,), "2 axes": (4, 2)}
 
 
 def loss_fn(params, batch):
@@ -274,12 +270,7 @@ def test_a_cycle_that_was_saved_goes_on_to_the_bit(shape, tmp_path):
 def test_a_state_may_be_sharded_where_parameters_are_whole():
   mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
   step = optax_accum.make_train_step(
-    loss_fn,
-    tx,
-    microbatch_size=8,
-    weight_fn=tokens,
-    mesh=mesh,
-    donate=False,
+    loss_fn, tx, microbatch_size=8, weight_fn=tokens, mesh=mesh, donate=False
   )
   params = devices.put(params_of(np.float32), mesh)
   opt_state = devices.put(tx.init(params), mesh, P("data"))

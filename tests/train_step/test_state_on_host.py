@@ -157,14 +157,8 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
       lambda tx: state_on_host(optax.apply_if_finite(tx, 3)),
       lambda tx: optax.apply_if_finite(tx, 3),
     ),
-    (
-      lambda tx: state_on_host(with_loss_elsewhere(tx)),
-      with_loss_elsewhere,
-    ),
-    (
-      lambda tx: accumulate(state_on_host(tx), 2),
-      lambda tx: accumulate(tx, 2),
-    ),
+    (lambda tx: state_on_host(with_loss_elsewhere(tx)), with_loss_elsewhere),
+    (lambda tx: accumulate(state_on_host(tx), 2), lambda tx: accumulate(tx, 2)),
   ],
   ids=["in a chain", "around", "value_fn", "in accumulate"],
 )
