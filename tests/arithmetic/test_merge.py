@@ -57,12 +57,9 @@ KINDS = {
   "average": (Average.of, Average.merge),
   "moments": (moments, merge_moments),
   "logsumexp": (jax.nn.logsumexp, jnp.logaddexp),
-  "histogram": (
-    lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32),
-    jnp.add,
-  ),
+  "histogram": (lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32), jnp.add),
   "ends": (first_and_last, lambda a, b: (a[0], b[1])),  # not commutative
-}
+}  # fmt: skip
 MERGES = {name: merge for name, (_, merge) in KINDS.items()}
 
 
@@ -190,35 +187,17 @@ def a_and_b(x):
   return {"a": jnp.mean(x), "b": jnp.mean(x)}
 
 
-@pytest.mark.parametrize(
-  ("fun", "merge", "error", "match"),
-  [
-    (
-      a_and_b,
-      lambda a, b: {"a": a["a"] + b["a"]},
-      ValueError,
-      r"\(a, b\) returned output\['b'\] is missing: return",
-    ),
-    (
-      jnp.mean,
-      lambda a, b: (a + b)[None],
-      ValueError,
-      r"output has type float32\[1\], not float32\[\]: return",
-    ),
-    (
-      jnp.mean,
-      lambda a, b: (a + b).astype(jnp.float16),
-      ValueError,
-      r"output has type float16\[\], not float32\[\]: return",
-    ),
-    (
-      a_and_b,
-      {"a": operator.add},
-      ValueError,
-      "not a prefix tree of the outputs",
-    ),
-  ],
-)
+@pytest.mark.parametrize(("fun", "merge", "error", "match"), [
+  (a_and_b, lambda a, b: {"a": a["a"] + b["a"]}, ValueError, r"\(a, b\) returned output\['b'\] is missing: return"),
+  (jnp.mean, lambda a, b: (a + b)[None], ValueError, r"output has type float32\[1\], not float32\[\]: return"),
+  (
+    jnp.mean,
+    lambda a, b: (a + b).astype(jnp.float16),
+    ValueError,
+    r"output has type float16\[\], not float32\[\]: return",
+  ),
+  (a_and_b, {"a": operator.add}, ValueError, "not a prefix tree of the outputs"),
+])  # fmt: skip
 def test_a_merge_that_does_not_fit_is_refused(fun, merge, error, match):
   with pytest.raises(error, match=match):
     run(fun, merge)

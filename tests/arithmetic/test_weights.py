@@ -211,9 +211,7 @@ def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
   assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
 
 
-@pytest.mark.parametrize(
-  "options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}]
-)
+@pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])  # fmt: skip
 def test_sums_are_selected_and_not_gradients(options):
   """XLA for GPU keeps a second gradient, of the parameters' size, where a gradient is selected."""
   params, batch = jnp.ones((5, 7)), jnp.ones((4, 5))

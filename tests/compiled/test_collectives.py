@@ -92,34 +92,21 @@ def counting(start, test, step):
   return fun
 
 
-@pytest.mark.parametrize(
-  ("fun", "times"),
-  [
-    (
-      lambda x: lax.fori_loop(
-        2, 11, lambda i, x: reduced(x) * i.astype(x.dtype), x
-      ),
-      9,
-    ),
-    (
-      lambda x: lax.scan(
-        lambda c, y: (reduced(c) * y, y), x, jnp.arange(6.0), reverse=True
-      )[0],
-      6,
-    ),
-    (repeated(reduced, 6, unroll=2), 6),
-    (repeated(reduced, 7, unroll=2), 7),
-    (repeated(reduced, 3, unroll=True), 3),
-    (repeated(jax.checkpoint(reduced), 3), 3),
-    (repeated(reduced, 1), 1),
-    (counting(0, lambda i: i < 10, 3), 4),
-    (counting(0, lambda i: i <= 10, 5), 3),
-    (counting(-4, lambda i: jnp.greater(10, i), 1), 14),
-    (counting(7, lambda i: i > 0, -1), 7),
-    (counting(7, lambda i: i >= 0, -2), 4),
-    (counting(1, lambda i: i != 9, 2), 4),
-  ],
-)
+@pytest.mark.parametrize(("fun", "times"), [
+  (lambda x: lax.fori_loop(2, 11, lambda i, x: reduced(x) * i.astype(x.dtype), x), 9),
+  (lambda x: lax.scan(lambda c, y: (reduced(c) * y, y), x, jnp.arange(6.0), reverse=True)[0], 6),
+  (repeated(reduced, 6, unroll=2), 6),
+  (repeated(reduced, 7, unroll=2), 7),
+  (repeated(reduced, 3, unroll=True), 3),
+  (repeated(jax.checkpoint(reduced), 3), 3),
+  (repeated(reduced, 1), 1),
+  (counting(0, lambda i: i < 10, 3), 4),
+  (counting(0, lambda i: i <= 10, 5), 3),
+  (counting(-4, lambda i: jnp.greater(10, i), 1), 14),
+  (counting(7, lambda i: i > 0, -1), 7),
+  (counting(7, lambda i: i >= 0, -2), 4),
+  (counting(1, lambda i: i != 9, 2), 4),
+])  # fmt: skip
 def test_loops_that_the_program_fixes_are_counted(fun, times):
   report = count(compiled(fun, X))
   assert sum(c.executions for c in report.operations) == times
@@ -153,18 +140,14 @@ def settled(x):
   return lax.while_loop(lambda x: jnp.max(x) > 0.5, reduced, x)
 
 
-@pytest.mark.parametrize(
-  ("fun", "differentiable", "times", "platform"),
-  [
-    (reduced, False, 1, "cpu"),
-    (reduced, False, 1, "tpu"),
-    (reduced, True, 1, "cpu"),
-    (reduced, True, 1, "tpu"),
-    (repeated(reduced, 3), False, 3, "cpu"),
-    (settled, False, 1, "cpu"),
-  ],
-  ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"],
-)
+@pytest.mark.parametrize(("fun", "differentiable", "times", "platform"), [
+  (reduced, False, 1, "cpu"),
+  (reduced, False, 1, "tpu"),
+  (reduced, True, 1, "cpu"),
+  (reduced, True, 1, "tpu"),
+  (repeated(reduced, 3), False, 3, "cpu"),
+  (settled, False, 1, "cpu"),
+], ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"])  # fmt: skip
 def test_what_ends_a_cycle_is_told_from_loops(
   fun, differentiable, times, platform
 ):
@@ -200,30 +183,15 @@ def test_every_branch_of_a_conditional_counts():
 
 
 @on_cpu_and_tpu
-@pytest.mark.parametrize(
-  ("kind", "nbytes", "fun"),
-  [
-    ("all-gather", 8 * 2**19, lambda x: lax.all_gather(x, "data", tiled=True)),
-    # In large pieces: XLA for TPU turns small ones into all-reduces.
-    (
-      "reduce-scatter",
-      2**19,
-      lambda x: lax.psum_scatter(x, "data", tiled=True),
-    ),
-    (
-      "all-to-all",
-      2**19,
-      lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True),
-    ),
-    (
-      "collective-permute",
-      2**19,
-      lambda x: lax.pshuffle(x, "data", [1, 2, 3, 4, 5, 6, 7, 0]),
-    ),
-    ("all-reduce", 2**19, lambda x: lax.pmax(x, "data")),
-    ("all-reduce", 2**17, lambda x: lax.psum(x.astype(jnp.int8), "data")),
-  ],
-)
+@pytest.mark.parametrize(("kind", "nbytes", "fun"), [
+  ("all-gather", 8 * 2**19, lambda x: lax.all_gather(x, "data", tiled=True)),
+  # In large pieces: XLA for TPU turns small ones into all-reduces.
+  ("reduce-scatter", 2**19, lambda x: lax.psum_scatter(x, "data", tiled=True)),
+  ("all-to-all", 2**19, lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True)),
+  ("collective-permute", 2**19, lambda x: lax.pshuffle(x, "data", [1, 2, 3, 4, 5, 6, 7, 0])),
+  ("all-reduce", 2**19, lambda x: lax.pmax(x, "data")),
+  ("all-reduce", 2**17, lambda x: lax.psum(x.astype(jnp.int8), "data")),
+])  # fmt: skip
 def test_each_kind_is_counted_with_its_bytes(kind, nbytes, fun, platform):
   x = jax.ShapeDtypeStruct((8 * 128, 1024), jnp.float32)
   report = count(compiled(lambda x: fun(x * 2.0), x, platform=platform))
@@ -250,9 +218,7 @@ def embedding_step(where):
   return step
 
 
-@pytest.mark.parametrize(
-  ("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)]
-)
+@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])  # fmt: skip
 def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(
   platform, chips
 ):
@@ -427,30 +393,18 @@ ADD = """
 """
 
 
-@pytest.mark.parametrize(
-  ("written", "groups"),
-  [
-    ("{{0,4},{1,5}}", ((0, 4), (1, 5))),
-    ("{}", ()),
-    ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-    (
-      "mesh['replica'=2,'fsdp'=4] {'replica'}",
-      ((0, 4), (1, 5), (2, 6), (3, 7)),
-    ),
-    ("mesh['replica'=2,'fsdp'=4] {'fsdp'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    (
-      "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
-      ((0, 1, 2, 3), (4, 5, 6, 7)),
-    ),
-    (
-      "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
-      ((0, 4), (1, 5), (2, 6), (3, 7)),
-    ),
-    ("mesh['a'=8] {'a':(1)2}", ()),  # a part of an axis, as pre-size and size
-    ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
-  ],
-)
+@pytest.mark.parametrize(("written", "groups"), [
+  ("{{0,4},{1,5}}", ((0, 4), (1, 5))),
+  ("{}", ()),
+  ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+  ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ("mesh['replica'=2,'fsdp'=4] {'replica'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ("mesh['replica'=2,'fsdp'=4] {'fsdp'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+  ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+  ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ("mesh['a'=8] {'a':(1)2}", ()),  # a part of an axis, as pre-size and size
+  ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
+])  # fmt: skip
 def test_the_devices_that_exchange_are_named(written, groups):
   line = (
     f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
@@ -509,25 +463,13 @@ def test_the_devices_that_exchange_are_named(written, groups):
       {"all-reduce": (1, 16 + 12 + 4)},
     ),
     # Dtypes of less than a byte, dynamic dimensions, no elements.
-    (
-      "  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)",
-      {"all-gather": (1, 5)},
-    ),
-    (
-      "  ROOT %r = u2[4]{0} collective-broadcast(%p)",
-      {"collective-broadcast": (1, 1)},
-    ),
+    ("  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)", {"all-gather": (1, 5)}),
+    ("  ROOT %r = u2[4]{0} collective-broadcast(%p)", {"collective-broadcast": (1, 1)}),
     ("  ROOT %r = f4e2m1fn[16]{0} all-gather(%p)", {"all-gather": (1, 8)}),
     ("  ROOT %r = f8e4m3fn[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
     ("  ROOT %r = pred[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
-    (
-      "  ROOT %r = c64[2]{0} all-reduce(%p), to_apply=%add",
-      {"all-reduce": (1, 16)},
-    ),
-    (
-      "  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)",
-      {"ragged-all-to-all": (1, 128)},
-    ),
+    ("  ROOT %r = c64[2]{0} all-reduce(%p), to_apply=%add", {"all-reduce": (1, 16)}),
+    ("  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)", {"ragged-all-to-all": (1, 128)}),
     ("  ROOT %r = f32[0,5]{1,0} all-gather(%p)", {"all-gather": (1, 0)}),
     # What may run it: both spellings of a conditional, calls, custom calls. Not a reducer.
     (
@@ -535,14 +477,10 @@ def test_the_devices_that_exchange_are_named(written, groups):
       {"all-to-all": (2, 32)},
     ),
     (
-      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), true_computation=%wrapped,"
-      " false_computation=%add",
+      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), true_computation=%wrapped, false_computation=%add",
       {"all-to-all": (1, 16)},
     ),
-    (
-      "  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped",
-      {"all-to-all": (1, 16)},
-    ),
+    ("  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped", {"all-to-all": (1, 16)}),
     (
       "  %s = ((f32[4]{0}), f32[4]{0}, u32[]) call-start(%p), to_apply=%wrapped\n"
       "  ROOT %d = f32[4]{0} call-done(%s)",
@@ -550,19 +488,12 @@ def test_the_devices_that_exchange_are_named(written, groups):
     ),
     ("  ROOT %r = f32[4]{0} map(%p), to_apply=%wrapped", {}),
     (
-      '  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T",'
-      " called_computations={%wrapped}",
+      '  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T", called_computations={%wrapped}',
       {"all-to-all": (1, 16)},
     ),
     # Text that only looks like it.
-    (
-      '  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}',
-      {},
-    ),
-    (
-      '  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"',
-      {},
-    ),
+    ('  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}', {}),
+    ('  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"', {}),
     ("  %all-reduce.1 = f32[4]{0} get-tuple-element(%p), index=0", {}),
     # Without percent signs.
     (
@@ -571,7 +502,7 @@ def test_the_devices_that_exchange_are_named(written, groups):
       {"reduce-scatter": (1, 256)},
     ),
   ],
-)
+)  # fmt: skip
 def test_each_form_of_the_text_is_read(entry, expected):
   wrapped = """
 %wrapped (x: f32[4]) -> f32[4] {
@@ -649,15 +580,11 @@ LOOP = """
 KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
 
 
-@pytest.mark.parametrize(
-  ("annotation", "inside", "unknown"),
-  [
-    (KNOWN.format(5), {"all-reduce": (5, 80), "all-to-all": (6, 96)}, ()),
-    (KNOWN.format(0), {"all-reduce": (0, 0), "all-to-all": (1, 16)}, ()),
-    ("", {"all-reduce": (1, 16), "all-to-all": (1, 16)}, ("loop ()",)),
-  ],
-  ids=["five", "none", "not printed"],
-)
+@pytest.mark.parametrize(("annotation", "inside", "unknown"), [
+  (KNOWN.format(5), {"all-reduce": (5, 80), "all-to-all": (6, 96)}, ()),
+  (KNOWN.format(0), {"all-reduce": (0, 0), "all-to-all": (1, 16)}, ()),
+  ("", {"all-reduce": (1, 16), "all-to-all": (1, 16)}, ("loop ()",)),
+], ids=["five", "none", "not printed"])  # fmt: skip
 def test_the_condition_of_a_loop_runs_once_more_than_its_body(
   annotation, inside, unknown
 ):

@@ -65,22 +65,10 @@ def test_products_are_counted_as_often_as_their_loop_runs(sharding):
 CONVOLUTIONS = {
   "same": {"window_strides": (1, 1), "padding": "SAME"},
   "strided": {"window_strides": (2, 2), "padding": "VALID"},
-  "grouped": {
-    "window_strides": (1, 1),
-    "padding": "SAME",
-    "feature_group_count": 4,
-  },
-  "transposed": {
-    "window_strides": (1, 1),
-    "padding": [(1, 2), (2, 1)],
-    "lhs_dilation": (2, 2),
-  },
-  "dilated": {
-    "window_strides": (1, 1),
-    "padding": "SAME",
-    "rhs_dilation": (2, 2),
-  },
-}
+  "grouped": {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4},
+  "transposed": {"window_strides": (1, 1), "padding": [(1, 2), (2, 1)], "lhs_dilation": (2, 2)},
+  "dilated": {"window_strides": (1, 1), "padding": "SAME", "rhs_dilation": (2, 2)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -44,49 +44,17 @@ def run(script, *arguments, cwd):
 SUCCEEDS = [
   (
     "train_lm.py",
-    (
-      *SMALL_LM,
-      "--data",
-      "text.txt",
-      "--bf16",
-      "--remat",
-      "--plot",
-      "figure.png",
-    ),
+    (*SMALL_LM, "--data", "text.txt", "--bf16", "--remat", "--plot", "figure.png"),
     r"held-out bits per byte: \d+\.\d+ before",
   ),
   ("streaming.py", (), r"skipped microbatches:  1\n"),
-  (
-    "as_they_arrive.py",
-    (),
-    r"2 of 4 in its cycle\n(.*\n)+resumed: the same bits",
-  ),
-  (
-    "flax_linen.py",
-    ("--epochs", "5"),
-    r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps",
-  ),
-  (
-    "flax_linen.py",
-    ("--epochs", "5", "--mesh"),
-    r"test accuracy: 0\.9\d+ after 35 steps",
-  ),
+  ("as_they_arrive.py", (), r"2 of 4 in its cycle\n(.*\n)+resumed: the same bits"),
+  ("flax_linen.py", ("--epochs", "5"), r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps"),
+  ("flax_linen.py", ("--epochs", "5", "--mesh"), r"test accuracy: 0\.9\d+ after 35 steps"),
   ("data_parallel.py", (), r"mesh= saves 1\.53 MiB a step and device\n"),
-  (
-    "fsdp.py",
-    (),
-    r"between the replicas\n(.*\n){2}all-reduce( +0){4} +1 +1,\d{3},\d{3}\n\n",
-  ),
-  (
-    "multi_process.py",
-    (),
-    r"seconds a step: \d+\.\d+, and \d+\.\d+ without mesh=",
-  ),
-  (
-    "same_bits.py",
-    (),
-    r"1 devices: loss 4\..*\n(.*\n){2}8 devices: loss 4\..*\n1 result of \d",
-  ),
+  ("fsdp.py", (), r"between the replicas\n(.*\n){2}all-reduce( +0){4} +1 +1,\d{3},\d{3}\n\n"),
+  ("multi_process.py", (), r"seconds a step: \d+\.\d+, and \d+\.\d+ without mesh="),
+  ("same_bits.py", (), r"1 devices: loss 4\..*\n(.*\n){2}8 devices: loss 4\..*\n1 result of \d"),
   (
     "contrastive.py",
     ("--steps", "60", "--batch", "64", "--microbatch", "8"),
@@ -107,24 +75,12 @@ SUCCEEDS = [
     ("--steps", "30", "--batch", "16"),
     r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d\n",
   ),
-  (
-    "flax_nnx.py",
-    (),
-    r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters",
-  ),
+  ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   ("per_row_gradients.py", (), r"64 at a time: 2\.\d+ MiB, relative error"),
   ("loss_scaling.py", (), r"scale 262144, 2 steps skipped, loss 1\.\d+\n"),
   ("grain_checkpoints.py", (), r"resumed: the same bits\n"),
-  (
-    "influence.py",
-    ("--epochs", "5", "--planted", "10"),
-    r"planted rows among the 10 of most influence: \d+%",
-  ),
-  (
-    "plan.py",
-    (),
-    r"within 64.0 MiB on each device\n(.*\n)+best: num_microbatches=8 \(of 8 rows\), remat=False",
-  ),
+  ("influence.py", ("--epochs", "5", "--planted", "10"), r"planted rows among the 10 of most influence: \d+%"),
+  ("plan.py", (), r"within 64.0 MiB on each device\n(.*\n)+best: num_microbatches=8 \(of 8 rows\), remat=False"),
   (
     "noise_scale.py",
     ("--target", "4.5", "--batches", "8", "32", "--plot", "figure.png"),
@@ -135,185 +91,58 @@ SUCCEEDS = [
     ("--cycle", "2"),
     r"(?s)streaming, from call 4 on: done\nstreaming: the same bits.*whole-cycle: the same bits",
   ),
-]
+]  # fmt: skip
 
 # An example, its arguments, and the one line that it must answer with.
 FAILS = [
-  (
-    "flax_linen.py",
-    ("--epochs", "4"),
-    "argument --epochs: must be 5 or more, to reach 0.95, got 4",
-  ),
-  (
-    "train_lm.py",
-    ("--steps", "ten"),
-    "argument --steps: must be a whole number, 1 or more, got ten",
-  ),
-  (
-    "train_lm.py",
-    ("--batch", "8", "--microbatch", "16"),
-    "--batch 8 is not a multiple of .* 16",
-  ),
-  (
-    "train_lm.py",
-    ("--data", "missing.txt"),
-    "--data missing.txt: No such file or directory",
-  ),
-  (
-    "train_lm.py",
-    ("--data", "empty.txt"),
-    "--data holds 0 bytes; .* --length 64 needs 650",
-  ),
-  (
-    "train_lm.py",
-    ("--data", "short.txt"),
-    "--data holds 649 bytes; .* --length 64 needs 650",
-  ),
-  (
-    "train_lm.py",
-    ("--batch", "12"),
-    "--batch 12 is not a multiple of --microbatch 8",
-  ),
-  (
-    "train_lm.py",
-    ("--microbatch", "0"),
-    "argument --microbatch: must be a whole number, 1 or more, got 0",
-  ),
-  (
-    "train_lm.py",
-    ("--steps", "-1"),
-    "argument --steps: must be a whole number, 1 or more, got -1",
-  ),
-  (
-    "train_lm.py",
-    ("--width", "30"),
-    "--width 30 is not a multiple of 4, the number of heads",
-  ),
-  (
-    "train_lm.py",
-    ("--plot", "no/figure.png"),
-    "--plot no/figure.png: .*No such file.*",
-  ),
+  ("flax_linen.py", ("--epochs", "4"), "argument --epochs: must be 5 or more, to reach 0.95, got 4"),
+  ("train_lm.py", ("--steps", "ten"), "argument --steps: must be a whole number, 1 or more, got ten"),
+  ("train_lm.py", ("--batch", "8", "--microbatch", "16"), "--batch 8 is not a multiple of .* 16"),
+  ("train_lm.py", ("--data", "missing.txt"), "--data missing.txt: No such file or directory"),
+  ("train_lm.py", ("--data", "empty.txt"), "--data holds 0 bytes; .* --length 64 needs 650"),
+  ("train_lm.py", ("--data", "short.txt"), "--data holds 649 bytes; .* --length 64 needs 650"),
+  ("train_lm.py", ("--batch", "12"), "--batch 12 is not a multiple of --microbatch 8"),
+  ("train_lm.py", ("--microbatch", "0"), "argument --microbatch: must be a whole number, 1 or more, got 0"),
+  ("train_lm.py", ("--steps", "-1"), "argument --steps: must be a whole number, 1 or more, got -1"),
+  ("train_lm.py", ("--width", "30"), "--width 30 is not a multiple of 4, the number of heads"),
+  ("train_lm.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
+  ("multi_process.py", ("--process-id", "1"), "give all of --coordinator, --num-processes and --process-id, or none"),
   (
     "multi_process.py",
-    ("--process-id", "1"),
-    "give all of --coordinator, --num-processes and --process-id, or none",
-  ),
-  (
-    "multi_process.py",
-    (
-      "--coordinator",
-      "127.0.0.1:1",
-      "--num-processes",
-      "2",
-      "--process-id",
-      "2",
-    ),
+    ("--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "2"),
     "--process-id 2 must be one of 0 to --num-processes - 1",
   ),
-  (
-    "contrastive.py",
-    ("--batch", "12"),
-    "--batch 12 is not 2 or more times --microbatch 32",
-  ),
-  (
-    "contrastive.py",
-    ("--microbatch", "512"),
-    "--batch 512 is not 2 .* --microbatch 512",
-  ),
+  ("contrastive.py", ("--batch", "12"), "--batch 12 is not 2 or more times --microbatch 32"),
+  ("contrastive.py", ("--microbatch", "512"), "--batch 512 is not 2 .* --microbatch 512"),
   (
     "contrastive.py",
     ("--batch", "68", "--microbatch", "4"),
     "--batch 68 is not a multiple of 8, the number of devices",
   ),
-  (
-    "contrastive.py",
-    ("--steps", "20"),
-    "--steps 20 must be 60 or more, --batch 512 64 or more.*",
-  ),
-  (
-    "contrastive.py",
-    ("--batch", "1600"),
-    "--batch 1600 is more than the 1347 images to train on",
-  ),
+  ("contrastive.py", ("--steps", "20"), "--steps 20 must be 60 or more, --batch 512 64 or more.*"),
+  ("contrastive.py", ("--batch", "1600"), "--batch 1600 is more than the 1347 images to train on"),
   (
     "large_vocabulary.py",
     ("--microbatch", "65"),
     "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*",
   ),
-  (
-    "large_vocabulary.py",
-    ("--steps", "0"),
-    "argument --steps: must be a whole number, .* got 0",
-  ),
-  (
-    "packed_text.py",
-    ("--microbatch", "12"),
-    "--microbatch 12 is not a multiple of 8, .*",
-  ),
-  (
-    "packed_text.py",
-    ("--steps", "19"),
-    "--steps 19 must be 20 or more, --length 256 64 or more",
-  ),
-  (
-    "packed_text.py",
-    ("--length", "63"),
-    "--steps 24 must be 20 or more, --length 63 64 or more",
-  ),
-  (
-    "packed_text.py",
-    ("--length", "x"),
-    "argument --length: must be a whole number, .* got x",
-  ),
-  (
-    "mixture_of_experts.py",
-    ("--steps", "29"),
-    "--steps 29 must be 30 or more, to balance .*",
-  ),
-  (
-    "mixture_of_experts.py",
-    ("--batch", "8"),
-    "--batch 8 is not 2 or more times --microbatch 8",
-  ),
-  (
-    "mixture_of_experts.py",
-    ("--batch", "20"),
-    "--batch 20 is not 2 or more times .* 8",
-  ),
-  (
-    "mixture_of_experts.py",
-    ("--microbatch", "4"),
-    "--microbatch 4 is not a multiple of the 8 devices",
-  ),
+  ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
+  ("packed_text.py", ("--microbatch", "12"), "--microbatch 12 is not a multiple of 8, .*"),
+  ("packed_text.py", ("--steps", "19"), "--steps 19 must be 20 or more, --length 256 64 or more"),
+  ("packed_text.py", ("--length", "63"), "--steps 24 must be 20 or more, --length 63 64 or more"),
+  ("packed_text.py", ("--length", "x"), "argument --length: must be a whole number, .* got x"),
+  ("mixture_of_experts.py", ("--steps", "29"), "--steps 29 must be 30 or more, to balance .*"),
+  ("mixture_of_experts.py", ("--batch", "8"), "--batch 8 is not 2 or more times --microbatch 8"),
+  ("mixture_of_experts.py", ("--batch", "20"), "--batch 20 is not 2 or more times .* 8"),
+  ("mixture_of_experts.py", ("--microbatch", "4"), "--microbatch 4 is not a multiple of the 8 devices"),
   ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
-  (
-    "influence.py",
-    ("--planted", "90"),
-    "--planted 90 is more than half of the 1[34].* to train on",
-  ),
-  (
-    "plan.py",
-    ("--memory", "much"),
-    "this machine: memory_limit='much' is not a size: .*",
-  ),
-  (
-    "noise_scale.py",
-    ("--batches", "8"),
-    "--batches takes two sizes or more, multiples of 4 above it",
-  ),
-  (
-    "noise_scale.py",
-    ("--plot", "no/x.png"),
-    "--plot no/x.png: .*No such file.*",
-  ),
+  ("influence.py", ("--planted", "90"), "--planted 90 is more than half of the 1[34].* to train on"),
+  ("plan.py", ("--memory", "much"), "this machine: memory_limit='much' is not a size: .*"),
+  ("noise_scale.py", ("--batches", "8"), "--batches takes two sizes or more, multiples of 4 above it"),
+  ("noise_scale.py", ("--plot", "no/x.png"), "--plot no/x.png: .*No such file.*"),
   ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
-  (
-    "resume.py",
-    ("--devices", "3"),
-    r"argument --devices: invalid choice: 3 \(choose from .*\)",
-  ),
-]
+  ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -357,31 +186,10 @@ LEAST_LM = (
   "4",
 )
 ODD_LM = [
-  (
-    "--batch",
-    "2",
-    "--microbatch",
-    "2",
-    "--length",
-    "8",
-    "--layers",
-    "1",
-    "--width",
-    "256",
-  ),
+  ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),
   (*LEAST_LM, "--plot", "figure.png"),
-  (
-    *LEAST_LM,
-    "--batch",
-    "2",
-    "--microbatch",
-    "2",
-    "--data",
-    "least.txt",
-    "--bf16",
-    "--remat",
-  ),
-]
+  (*LEAST_LM, "--batch", "2", "--microbatch", "2", "--data", "least.txt", "--bf16", "--remat"),
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -34,9 +34,7 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
-@pytest.mark.parametrize(
-  ("page", "section"), [(MODELS, "Equinox"), (LOGGING, "A setting of the loss")]
-)
+@pytest.mark.parametrize(("page", "section"), [(MODELS, "Equinox"), (LOGGING, "A setting of the loss")])  # fmt: skip
 def test_training_ends_as_on_whole_batches(page, section):
   model, _, loop = page.blocks(section)[0].rpartition("step = ")
   with jax.enable_x64(True):

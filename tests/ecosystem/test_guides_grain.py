@@ -149,16 +149,12 @@ def on_the_device():
   )
 
 
-@pytest.mark.parametrize(
-  ("make", "skipped"),
-  [
-    (lambda: None, 0),
-    (on_the_device, 0),
-    (lambda: Wrong(ReadAhead), 2),
-    (lambda: Wrong(FromTheStart), -6),
-  ],
-  ids=["example", "device_put", "read ahead by hand", "no position"],
-)
+@pytest.mark.parametrize(("make", "skipped"), [
+  (lambda: None, 0),
+  (on_the_device, 0),
+  (lambda: Wrong(ReadAhead), 2),
+  (lambda: Wrong(FromTheStart), -6),
+], ids=["example", "device_put", "read ahead by hand", "no position"])  # fmt: skip
 def test_the_position_is_that_of_the_last_batch_trained_on(
   tmp_path, make, skipped
 ):

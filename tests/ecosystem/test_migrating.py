@@ -141,14 +141,11 @@ def test_the_loop_of_keras_has_the_same_steps():
   migrating.assert_a_pair(pair, "cut short")
 
 
-@pytest.mark.parametrize(
-  ("in_keras", "in_optax", "same"),
-  [
-    ("SGD(0.5", "sgd(0.5", True),
-    ("Adam(0.01, epsilon=1e-12", "adam(0.01, eps=1e-12", True),
-    ("Adam(0.01", "adam(0.01, eps=1e-7", False),
-  ],
-)
+@pytest.mark.parametrize(("in_keras", "in_optax", "same"), [
+  ("SGD(0.5", "sgd(0.5", True),
+  ("Adam(0.01, epsilon=1e-12", "adam(0.01, eps=1e-12", True),
+  ("Adam(0.01", "adam(0.01, eps=1e-7", False),
+])  # fmt: skip
 def test_the_loop_of_keras_has_the_same_steps_with_other_optimizers(
   in_keras, in_optax, same
 ):

@@ -30,20 +30,14 @@ FIGURES = [
   ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
   ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
   ("| 11 times, and", ("streaming", 1, "apply", "MultiSteps / this")),
-  (
-    "1.2 times that of `apply`",
-    ("streaming_gpu", 1, "apply", "MultiSteps / this"),
-  ),
+  ("1.2 times that of `apply`", ("streaming_gpu", 1, "apply", "MultiSteps / this")),
   ("13 P, the whole", ("whole_cycle_gpu", 0, "optax_accum, N=8", "temp, P")),
   ("batch 87 P.", ("whole_cycle_gpu", 0, "whole batch at once", "temp, P")),
   ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
   ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
-  (
-    "| 40 (26.3 MiB) |",
-    ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops"),
-  ),
+  ("| 40 (26.3 MiB) |", ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops")),
   ("| 1 (3.3 MiB) |", ("collectives", 0, "optax_accum", "reductions outside")),
-]
+]  # fmt: skip
 
 # README's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")

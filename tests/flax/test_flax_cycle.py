@@ -216,20 +216,14 @@ MODEL = "model is a {}; nnx_train_step takes an nnx module"
 OPTIMIZER = "optimizer is a {}; it must be an nnx.Optimizer"
 
 
-@pytest.mark.parametrize(
-  ("match", "use"),
-  [
-    (MODEL.format("int"), lambda step, m, o: step.begin(3)),
-    (MODEL.format("NoneType"), lambda step, m, o: step.add(m, None, 0)),
-    (MODEL.format("Optimizer"), lambda step, m, o: step.finish(o, o, m)),
-    (OPTIMIZER.format("Dropping"), lambda step, m, o: step.finish(o, m, step.begin(m))),
-    ("missing 1 required positional argument: 'cycle'", lambda step, m, o: step.finish(m, step.begin(m))),
-    (
-      "missing 1 required positional argument: 'scale'",
-      lambda step, m, o: step.add(step.begin(m), m, np.ones((2, 4))),
-    ),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("match", "use"), [
+  (MODEL.format("int"), lambda step, m, o: step.begin(3)),
+  (MODEL.format("NoneType"), lambda step, m, o: step.add(m, None, 0)),
+  (MODEL.format("Optimizer"), lambda step, m, o: step.finish(o, o, m)),
+  (OPTIMIZER.format("Dropping"), lambda step, m, o: step.finish(o, m, step.begin(m))),
+  ("missing 1 required positional argument: 'cycle'", lambda step, m, o: step.finish(m, step.begin(m))),
+  ("missing 1 required positional argument: 'scale'", lambda step, m, o: step.add(step.begin(m), m, np.ones((2, 4)))),
+])  # fmt: skip
 def test_what_is_in_another_order_is_refused(match, use):
   model = Dropping()
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -238,20 +232,17 @@ def test_what_is_in_another_order_is_refused(match, use):
     use(step, model, optimizer)
 
 
-@pytest.mark.parametrize(
-  ("match", "use"),
-  [
-    (
-      "state is a Cycle; linen_train_step takes a flax TrainState",
-      lambda step, state: step.finish(step.begin(state), state),
-    ),
-    ("takes 3 positional arguments but 4 were given", lambda step, state: step.finish(state, step.begin(state), 0)),
-    (
-      "missing 1 required positional argument: 'scale'",
-      lambda step, state: step.add(step.begin(state), state, np.ones((2, 4))),
-    ),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("match", "use"), [
+  (
+    "state is a Cycle; linen_train_step takes a flax TrainState",
+    lambda step, state: step.finish(step.begin(state), state),
+  ),
+  ("takes 3 positional arguments but 4 were given", lambda step, state: step.finish(state, step.begin(state), 0)),
+  (
+    "missing 1 required positional argument: 'scale'",
+    lambda step, state: step.add(step.begin(state), state, np.ones((2, 4))),
+  ),
+])  # fmt: skip
 def test_linen_refuses_another_order(match, use):
   def loss_fn(variables, batch, rngs, scale):
     return 0.0

@@ -62,9 +62,7 @@ def expected_steps():
 
 
 # Even microbatches over a mesh: test_statistics_that_are_not_mutable_reach_the_loss.
-@pytest.mark.parametrize(
-  ("size", "count"), [more(24, None), (5, None), (16, 8)]
-)
+@pytest.mark.parametrize(("size", "count"), [more(24, None), (5, None), (16, 8)])  # fmt: skip
 def test_steps_are_those_of_the_whole_batch(size, count):
   mesh = None if count is None else make_mesh(count)
   with jax.enable_x64(True):
@@ -302,14 +300,11 @@ RESHAPED = (
 )
 
 
-@pytest.mark.parametrize(
-  ("layer", "box", "kind"),
-  [
-    (RESHAPED[0], nn.with_partitioning, AUTO),
-    (RESHAPED[1], nn.with_logical_partitioning, EXPLICIT),
-    (RESHAPED[2], nn.with_partitioning, EXPLICIT),
-  ],
-)
+@pytest.mark.parametrize(("layer", "box", "kind"), [
+  (RESHAPED[0], nn.with_partitioning, AUTO),
+  (RESHAPED[1], nn.with_logical_partitioning, EXPLICIT),
+  (RESHAPED[2], nn.with_partitioning, EXPLICIT),
+])  # fmt: skip
 def test_boxes_of_kernels_that_flax_reshapes_stay(layer, box, kind):
   """Kernels of three dimensions have two while flax initializes them."""
   init = box(nn.initializers.lecun_normal(), ("data", "model", None))
@@ -360,12 +355,8 @@ def test_steps_are_counted():
   for tx, calls, counts in [
     (schedule, [batch, padding, batch], [1, 1, 2]),
     (accumulate(schedule, 2), [batch, padding, batch, batch], [0, 0, 1, 1]),
-    (
-      optax.chain(accumulate(schedule, 2), optax.identity()),
-      [batch, padding, batch],
-      [0, 0, 1],
-    ),
-  ]:
+    (optax.chain(accumulate(schedule, 2), optax.identity()), [batch, padding, batch], [0, 0, 1]),
+  ]:  # fmt: skip
     state = linear_state(tx)
     assert state.step == 0
     for part, count in zip(calls, counts, strict=True):

@@ -480,33 +480,30 @@ class Clipped(nnx.Optimizer):
     super().update(model, grads, **kwargs)
 
 
-@pytest.mark.parametrize(
-  ("loss", "options", "change", "error", "match"),
-  [
-    (sows, {}, None, ValueError, r"returned model\.hidden is not expected"),
-    (loss_fn, {"has_aux": True}, None, TypeError, r"return \(loss, aux\)"),
-    (with_each, {"has_aux": True}, None, ValueError, 'aux has .* rows, as many as a microbatch.* give "concat"'),
-    (loss_fn, {"wrt": nnx.LoRAParam}, None, ValueError, OTHER),
-    (loss_fn, {"wrt": nnx.PathContains("last")}, None, ValueError, OTHER),
-    (loss_fn, {}, lambda model, optimizer: (optimizer, model), TypeError, OPTIMIZER.format("Model")),
-    (loss_fn, {}, lambda model, optimizer: ({}, optimizer), TypeError, MODEL.format("dict")),
-    (loss_fn, {}, lambda model, optimizer: (model, ADAM), TypeError, OPTIMIZER.format(r"GradientTransf\w+")),
-    (
-      loss_fn,
-      {},
-      lambda model, _: make(model, optax.MultiSteps(ADAM, 2)),
-      TypeError,
-      r"optimizer\.tx is an optax\.MultiSteps",
-    ),
-    (
-      loss_fn,
-      {},
-      lambda model, _: (model, Clipped(model, ADAM, wrt=nnx.Param)),
-      TypeError,
-      r"Clipped has a method update that flax has not .*chain\(change, tx\)",
-    ),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("loss", "options", "change", "error", "match"), [
+  (sows, {}, None, ValueError, r"returned model\.hidden is not expected"),
+  (loss_fn, {"has_aux": True}, None, TypeError, r"return \(loss, aux\)"),
+  (with_each, {"has_aux": True}, None, ValueError, 'aux has .* rows, as many as a microbatch.* give "concat"'),
+  (loss_fn, {"wrt": nnx.LoRAParam}, None, ValueError, OTHER),
+  (loss_fn, {"wrt": nnx.PathContains("last")}, None, ValueError, OTHER),
+  (loss_fn, {}, lambda model, optimizer: (optimizer, model), TypeError, OPTIMIZER.format("Model")),
+  (loss_fn, {}, lambda model, optimizer: ({}, optimizer), TypeError, MODEL.format("dict")),
+  (loss_fn, {}, lambda model, optimizer: (model, ADAM), TypeError, OPTIMIZER.format(r"GradientTransf\w+")),
+  (
+    loss_fn,
+    {},
+    lambda model, _: make(model, optax.MultiSteps(ADAM, 2)),
+    TypeError,
+    r"optimizer\.tx is an optax\.MultiSteps",
+  ),
+  (
+    loss_fn,
+    {},
+    lambda model, _: (model, Clipped(model, ADAM, wrt=nnx.Param)),
+    TypeError,
+    r"Clipped has a method update that flax has not .*chain\(change, tx\)",
+  ),
+])  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_to_write(
   loss, options, change, error, match
 ):
@@ -518,16 +515,13 @@ def test_what_cannot_work_is_refused_with_what_to_write(
       call(*given, make_batch())
 
 
-@pytest.mark.parametrize(
-  ("options", "error", "match"),
-  [
-    ({"carry_argnum": 2}, TypeError, "unexpected keyword .*'carry_argnum'"),
-    ({"axis_name": "data"}, TypeError, "unexpected keyword .*'axis_name'"),
-    ({"batch_argnums": 1}, TypeError, "unexpected keyword .*'batch_argnums'"),
-    ({"num_microbatches": 0}, ValueError, "=0 must be at least 1"),
-    ({"carry_reduction": {"n": "add"}}, ValueError, r"\['n'\]='add' must be"),
-  ],
-)
+@pytest.mark.parametrize(("options", "error", "match"), [
+  ({"carry_argnum": 2}, TypeError, "unexpected keyword .*'carry_argnum'"),
+  ({"axis_name": "data"}, TypeError, "unexpected keyword .*'axis_name'"),
+  ({"batch_argnums": 1}, TypeError, "unexpected keyword .*'batch_argnums'"),
+  ({"num_microbatches": 0}, ValueError, "=0 must be at least 1"),
+  ({"carry_reduction": {"n": "add"}}, ValueError, r"\['n'\]='add' must be"),
+])  # fmt: skip
 def test_options_are_checked_at_once(options, error, match):
   with pytest.raises(error, match=match):
     nnx_train_step(loss_fn, **{"num_microbatches": 2, **options})
@@ -592,9 +586,7 @@ NESTED = {"seen": {"rows": "sum"}, "largest": "max", "mean": None}
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
-@pytest.mark.parametrize(
-  ("dtype", "words"), [(jnp.int32, SEEN), (jnp.float32, NESTED)]
-)
+@pytest.mark.parametrize(("dtype", "words"), [(jnp.int32, SEEN), (jnp.float32, NESTED)])  # fmt: skip
 def test_counts_are_those_of_all_rows_and_a_frozen_base_stays(
   mesh, dtype, words
 ):

@@ -104,17 +104,14 @@ KEY = r" is a random key, .* Draw from"
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
-@pytest.mark.parametrize(
-  ("args", "kwargs", "error", "match"),
-  [
-    ((KEYED,), {}, ValueError, r"^args\[0\]\['key'\]" + KEY),
-    ((TEACHER,), {"scale": KEYED}, ValueError, r"^kwargs\['scale'\]\['key'\]"),
-    ((TEACHER, "train"), {}, TypeError, r"^args\[1\] is the string 'train' and no array: .* fix it in the loss"),
-    ((TEACHER, 1.0, 2.0), {}, TypeError, "positional arguments but . were given"),
-    ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
-    ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "kwargs", "error", "match"), [
+  ((KEYED,), {}, ValueError, r"^args\[0\]\['key'\]" + KEY),
+  ((TEACHER,), {"scale": KEYED}, ValueError, r"^kwargs\['scale'\]\['key'\]"),
+  ((TEACHER, "train"), {}, TypeError, r"^args\[1\] is the string 'train' and no array: .* fix it in the loss"),
+  ((TEACHER, 1.0, 2.0), {}, TypeError, "positional arguments but . were given"),
+  ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
+  ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),
+])  # fmt: skip
 def test_what_a_plain_step_refuses_is_refused(
   kind, mesh, args, kwargs, error, match
 ):

@@ -135,9 +135,7 @@ SHAPES = [(2, 4), (4, 2), (1, 8), (2, 2, 2)]
 TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 
-@pytest.mark.parametrize(
-  "shape", [more(x) if x == (4, 2) else x for x in SHAPES], ids=str
-)
+@pytest.mark.parametrize("shape", [more(x) if x == (4, 2) else x for x in SHAPES], ids=str)  # fmt: skip
 def test_three_steps_are_those_of_the_whole_batch(shape):
   loss_of = loss_fn if len(shape) == 2 else without_gathers
   with jax.enable_x64(True):
@@ -196,11 +194,8 @@ def test_leaves_of_a_batch_need_not_be_sharded_alike():
 # What the devices of one replica exchange: over "fsdp", and over "model".
 WITHIN = {
   (2, 4): {((0, 1, 2, 3), (4, 5, 6, 7))},
-  (2, 2, 2): {
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
-  },
-}
+  (2, 2, 2): {((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", WITHIN, ids=str)

@@ -48,14 +48,10 @@ def gathering(params, batch):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-  ("kinds", "sizes"),
-  [
-    more((EXPLICIT, EXPLICIT), {"num_microbatches": 4}),
-    ((AUTO, EXPLICIT), {"microbatch_size": 24}),
-  ],
-  ids=["explicit", "automatic and explicit"],
-)
+@pytest.mark.parametrize(("kinds", "sizes"), [
+  more((EXPLICIT, EXPLICIT), {"num_microbatches": 4}),
+  ((AUTO, EXPLICIT), {"microbatch_size": 24}),
+], ids=["explicit", "automatic and explicit"])  # fmt: skip
 def test_a_loss_may_gather_over_an_explicit_axis(kinds, sizes):
   mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES, axis_types=kinds)
   with jax.enable_x64(True):

@@ -118,18 +118,12 @@ TENSOR = {"w": P(None, "model"), "u": P("model"), "b": P(), "v": P("model")}
 PLACES = {
   "one device": ((1,), AUTO, P(), P(), {"num_microbatches": 2}),
   "explicit": ((8,), EXPLICIT, P(), P(), {"num_microbatches": 4}),
-  "ragged": (
-    (8,),
-    AUTO,
-    P(),
-    P(),
-    {"microbatch_size": 24, "skip_nonfinite": True},
-  ),
+  "ragged": ((8,), AUTO, P(), P(), {"microbatch_size": 24, "skip_nonfinite": True}),
   "automatic axis": ((4, 2), AUTO, TENSOR, TENSOR, {"num_microbatches": 4}),
   "FSDP": ((8,), AUTO, FSDP, FSDP, {"num_microbatches": 2}),
   "FSDP, explicit": ((8,), EXPLICIT, FSDP, FSDP, {"num_microbatches": 2}),
   "ZeRO-1": ((8,), AUTO, P(), FSDP, {"microbatch_size": 24}),
-}
+}  # fmt: skip
 if _versions.ADDS_TO_REFERENCES:
   PLACES["in place"] = (
     (8,),

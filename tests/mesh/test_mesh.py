@@ -22,9 +22,7 @@ from optax_accum import (
 )
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
-kinds = pytest.mark.parametrize(
-  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
-)
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
 
 
 def init_params(dtype=np.float64, width=WIDTH):
@@ -119,14 +117,11 @@ def with_aux(params, batch):
   return loss_fn(params, batch), {"loss": loss_fn(params, batch)}
 
 
-@pytest.mark.parametrize(
-  ("count", "options", "kind"),
-  [
-    (1, {"num_microbatches": 4}, AUTO),
-    (4, {"microbatch_size": 24, "skip_nonfinite": True}, AUTO),
-    (8, {"num_microbatches": 8, "has_aux": True}, EXPLICIT),
-  ],
-)
+@pytest.mark.parametrize(("count", "options", "kind"), [
+  (1, {"num_microbatches": 4}, AUTO),
+  (4, {"microbatch_size": 24, "skip_nonfinite": True}, AUTO),
+  (8, {"num_microbatches": 8, "has_aux": True}, EXPLICIT),
+])  # fmt: skip
 def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
   """Compiled once, with one reduction of the gradients, for arrays of the host too."""
   with jax.enable_x64(True):
@@ -218,9 +213,7 @@ def test_one_step_takes_replicated_and_sharded_parameters(kind):
     assert_one_reduction(compiled, init_params())
 
 
-@pytest.mark.parametrize(
-  ("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)]
-)
+@pytest.mark.parametrize(("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)])  # fmt: skip
 def test_parameters_may_be_sharded_over_two_axes(specs, kind):
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
@@ -235,9 +228,7 @@ def test_parameters_may_be_sharded_over_two_axes(specs, kind):
     assert_steps_as_the_whole_batch(step, tx, mesh, specs)
 
 
-@pytest.mark.parametrize(
-  ("size", "on_each", "kind"), [(40, [5, 1], EXPLICIT), (96, [6], AUTO)]
-)
+@pytest.mark.parametrize(("size", "on_each", "kind"), [(40, [5, 1], EXPLICIT), (96, [6], AUTO)])  # fmt: skip
 def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   def fun(params, x):
     return jnp.mean(params * x), jnp.asarray(len(x))
@@ -379,9 +370,7 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   trees.assert_close(jax.device_get(compiled(params, batch)), expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-  ("axis_name", "check_vma"), [("data", False), (("data", "model"), True)]
-)
+@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])  # fmt: skip
 def test_in_shard_map_axis_name_gives_the_whole_batchs_gradient_reduced_once(
   axis_name, check_vma
 ):

@@ -15,9 +15,7 @@ from support.optimizers import loss_elsewhere, relaxed
 
 from optax_accum import accumulate, count_collectives, make_train_step
 
-kinds = pytest.mark.parametrize(
-  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
-)
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
 everywhere = pytest.mark.parametrize(
   "mesh",
   [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)],

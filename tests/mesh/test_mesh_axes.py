@@ -17,9 +17,7 @@ from support.samples import more
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("data", "fsdp")
-kinds = pytest.mark.parametrize(
-  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
-)
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
 
 
 def make_mesh(*types):
@@ -79,25 +77,19 @@ SPECS = {
   "over one": {"w": P("data"), "b": P()},
   "over the other": {"w": P(None, "fsdp"), "b": P("fsdp")},
   "one dimension over both": {"w": P(AXES), "b": P(AXES)},
-  "in another order": {
-    "w": P(None, ("fsdp", "data")),
-    "b": P(("fsdp", "data")),
-  },
+  "in another order": {"w": P(None, ("fsdp", "data")), "b": P(("fsdp", "data"))},
   "two dimensions": {"w": P("fsdp", "data"), "b": P("data")},
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  ("name", "types"),
-  [
-    ("whole", (AUTO, AUTO)),
-    ("over one", (EXPLICIT, EXPLICIT)),
-    more("over the other", (AUTO, AUTO)),
-    ("one dimension over both", (AUTO, AUTO)),
-    ("in another order", (EXPLICIT, EXPLICIT)),
-    ("two dimensions", (AUTO, EXPLICIT)),
-  ],
-)
+@pytest.mark.parametrize(("name", "types"), [
+  ("whole", (AUTO, AUTO)),
+  ("over one", (EXPLICIT, EXPLICIT)),
+  more("over the other", (AUTO, AUTO)),
+  ("one dimension over both", (AUTO, AUTO)),
+  ("in another order", (EXPLICIT, EXPLICIT)),
+  ("two dimensions", (AUTO, EXPLICIT)),
+])  # fmt: skip
 def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
   specs, tx = SPECS[name], optimizer()
   if name == "two dimensions":  # `value_fn` gathers them too

@@ -48,11 +48,7 @@ def mapped(mesh, batch, fun=jnp.sum, **options):
 ONES = np.ones(64, np.float32)
 # A call, the error, and what it says.
 REFUSED = [
-  (
-    made(make_mesh(8), data_axis="rows"),
-    ValueError,
-    r"data_axis='rows' is no axis of the mesh.*'data'",
-  ),
+  (made(make_mesh(8), data_axis="rows"), ValueError, r"data_axis='rows' is no axis of the mesh.*'data'"),
   (
     made(make_mesh(2, 4, **TWO), data_axis=("data", "model")),
     ValueError,
@@ -70,25 +66,12 @@ REFUSED = [
     "60 rows, which the 8 devices .* use 32 or 64 rows",
   ),
   (
-    called(
-      make_mesh(4, 2, **TWO),
-      ONES[:28],
-      data_axis=TWO["axes"],
-      num_microbatches=2,
-    ),
+    called(make_mesh(4, 2, **TWO), ONES[:28], data_axis=TWO["axes"], num_microbatches=2),
     ValueError,
     r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32",
   ),
-  (
-    called(make_mesh(8), ONES, num_microbatches=3),
-    ValueError,
-    r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]",
-  ),
-  (
-    called(make_mesh(8), ONES, microbatch_size=12),
-    ValueError,
-    "microbatch_size=12 .* use 8 or 16",
-  ),
+  (called(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
+  (called(make_mesh(8), ONES, microbatch_size=12), ValueError, "microbatch_size=12 .* use 8 or 16"),
   *(
     (
       called(mesh, {"x": ONES, "t": number}, num_microbatches=2),
@@ -99,13 +82,7 @@ REFUSED = [
     for number in (1.0, np.float32(1))
   ),
   (
-    called(
-      make_mesh(2),
-      np.ones(8, np.complex64),
-      np.complex64(1),
-      num_microbatches=2,
-      accumulator_dtype=jnp.float32,
-    ),
+    called(make_mesh(2), np.ones(8, np.complex64), np.complex64(1), num_microbatches=2, accumulator_dtype=jnp.float32),
     TypeError,
     "imaginary part of grads",
   ),
@@ -115,22 +92,14 @@ REFUSED = [
     "argument 0 has 60 rows, which the 8 devices .* use 48 or 64 rows, or fill up with rows that"
     r" weight_fn, or the weight that a loss returns \(has_weight\), counts as 0",
   ),
-  (
-    mapped(make_mesh(8), ONES, num_microbatches=3),
-    ValueError,
-    r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]",
-  ),
+  (mapped(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
   (
     mapped(make_mesh(8), ONES, axis_name="data"),
     ValueError,
     "axis_name='data' is for .* inside .*: give one of the two",
   ),
-  (
-    mapped(make_mesh(8), ONES, data_axis="rows"),
-    ValueError,
-    "data_axis='rows' is no axis of the mesh",
-  ),
-]
+  (mapped(make_mesh(8), ONES, data_axis="rows"), ValueError, "data_axis='rows' is no axis of the mesh"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "match"), REFUSED)

@@ -206,9 +206,7 @@ def test_it_works_outside_of_jit_and_in_a_step_without_a_mesh():
     trees.assert_close(jax.grad(squares)(params), expected, 1e-10)
 
 
-@pytest.mark.parametrize(
-  "split", [{"num_microbatches": 2}, {"microbatch_size": 24}]
-)
+@pytest.mark.parametrize("split", [{"num_microbatches": 2}, {"microbatch_size": 24}])  # fmt: skip
 def test_keys_are_those_of_a_step(split):
   def draw(params, batch, key):
     noise = jax.random.normal(key, batch["x"].shape[:1])

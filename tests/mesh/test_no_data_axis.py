@@ -161,9 +161,7 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
 
 
 @pytest.mark.usefixtures("usual_promotion")
-@pytest.mark.parametrize(
-  ("kind", "donate"), [(AUTO, False), (EXPLICIT, True), ("two meshes", True)]
-)
+@pytest.mark.parametrize(("kind", "donate"), [(AUTO, False), (EXPLICIT, True), ("two meshes", True)])  # fmt: skip
 def test_what_is_updated_comes_back_sharded_as_it_went_in(kind, donate):
   """Else XLA shards the parameters as their state, and the second call compiles again."""
   over_rows = devices.make_mesh(

@@ -18,9 +18,7 @@ from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
 
 ROWS = 32
-kinds = pytest.mark.parametrize(
-  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
-)
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
 
 
 def init_params(dtype=np.float64):
@@ -153,18 +151,15 @@ BESIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  ("case", "types"),
-  [
-    ("tensor parallel", (AUTO, AUTO)),
-    ("not told to be", (AUTO, EXPLICIT)),
-    ("one dimension over both", (EXPLICIT, EXPLICIT)),
-    ("along another dimension", (AUTO, AUTO)),
-    ("a dimension divided further", (AUTO, AUTO)),
-    ("one dimension over another axis", (AUTO, AUTO)),
-    ("an axis on another dimension", (EXPLICIT, EXPLICIT)),
-  ],
-)
+@pytest.mark.parametrize(("case", "types"), [
+  ("tensor parallel", (AUTO, AUTO)),
+  ("not told to be", (AUTO, EXPLICIT)),
+  ("one dimension over both", (EXPLICIT, EXPLICIT)),
+  ("along another dimension", (AUTO, AUTO)),
+  ("a dimension divided further", (AUTO, AUTO)),
+  ("one dimension over another axis", (AUTO, AUTO)),
+  ("an axis on another dimension", (EXPLICIT, EXPLICIT)),
+])  # fmt: skip
 def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
   specs, state_specs, count = BESIDE[case]
 
@@ -230,9 +225,7 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   assert sent == {"reduce-scatter": local, "all-gather": local}
 
 
-@pytest.mark.parametrize(
-  ("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))]
-)
+@pytest.mark.parametrize(("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))])  # fmt: skip
 def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
   specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
@@ -331,35 +324,18 @@ def rows_and_norms():
 OPTIMIZERS = {
   "moments disagree": (optax.adam(0.1), mixed, 0),
   "no moments": (optax.sgd(0.1), put_all, 0),
-  "of other shapes": (
-    optax.adafactor(0.1, min_dim_size_to_factor=2),
-    put_all,
-    0,
-  ),
+  "of other shapes": (optax.adafactor(0.1, min_dim_size_to_factor=2), put_all, 0),
   "of another shape, and numbers": (rows_and_norms(), put_all, 1),
   "momentum": (optax.sgd(0.1, momentum=0.9), put_all, 2),
   "some have moments": (
-    optax.partition(
-      {"a": optax.adam(0.1), "s": optax.sgd(0.1)},
-      {"w": "a", "b": "s", "three": "s"},
-    ),
+    optax.partition({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "b": "s", "three": "s"}),
     put_all,
     1,
   ),
-  "masked": (
-    optax.masked(
-      optax.sgd(0.1, momentum=0.9), {"w": False, "b": True, "three": True}
-    ),
-    put_all,
-    1,
-  ),
+  "masked": (optax.masked(optax.sgd(0.1, momentum=0.9), {"w": False, "b": True, "three": True}), put_all, 1),
   "accumulate": (accumulate(optax.adam(0.1), 2), put_all, 2),
-  "multi steps": (
-    optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    put_all,
-    2,
-  ),
-}
+  "multi steps": (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), put_all, 2),
+}  # fmt: skip
 
 
 # Of each kind of state one is compared with the whole batch.
@@ -509,9 +485,7 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
 
 
-@pytest.mark.parametrize(
-  ("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)]
-)
+@pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)])  # fmt: skip
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):
     mesh, tx, batch = (

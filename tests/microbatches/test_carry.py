@@ -131,9 +131,7 @@ def test_where_nothing_counted_the_carry_stays(kind):
     assert (new["mean"], int(new["seen"])) == (carry["mean"], 3)
 
 
-@pytest.mark.parametrize(
-  ("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)]
-)
+@pytest.mark.parametrize(("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)])  # fmt: skip
 def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(
   kind, microbatches
 ):
@@ -386,9 +384,7 @@ def test_words_that_cannot_be_kept_are_refused():
     step({"b": "sum"}, {"a": jnp.ones(())})
 
 
-@pytest.mark.parametrize(
-  "start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str
-)
+@pytest.mark.parametrize("start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str)  # fmt: skip
 def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
   def fun(p, x, carry):
     new = {**carry, "n": carry["n"] + jnp.ones((), start.dtype)}

@@ -54,9 +54,7 @@ def assert_right(name, entry, valids, **options):
 
 
 # By its first word, which is most often the collective.
-@pytest.mark.parametrize(
-  "name", list(first_of_each(TABLE, lambda name: name.split()[0]))
-)
+@pytest.mark.parametrize("name", list(first_of_each(TABLE, lambda name: name.split()[0])))  # fmt: skip
 def test_the_gradient_is_that_of_the_weighted_mean_over_devices(name):
   """On one device, by `jax.vmap`. Weights differ between devices and between microbatches."""
   assert_right(name, "mesh", (EQUAL, UNEVEN, EMPTY), **FOUR)
@@ -82,15 +80,12 @@ MEAN, RATIO = "pmean, last", "psum(sum) / psum(count)"
 
 
 @pytest.mark.parametrize("entry", losses.ENTRIES)
-@pytest.mark.parametrize(
-  ("name", "valid", "options"),
-  [
-    (MEAN, EQUAL, {**FOUR, "weighs": False}),
-    (RATIO, UNEVEN, FOUR),
-    more(RATIO, EMPTY, {**FOUR, "has_weight": True}),
-    more(RATIO, UNEVEN, RAGGED),
-  ],
-)
+@pytest.mark.parametrize(("name", "valid", "options"), [
+  (MEAN, EQUAL, {**FOUR, "weighs": False}),
+  (RATIO, UNEVEN, FOUR),
+  more(RATIO, EMPTY, {**FOUR, "has_weight": True}),
+  more(RATIO, UNEVEN, RAGGED),
+])  # fmt: skip
 def test_a_loss_that_devices_reduced_is_that_of_the_whole_batch(
   name, entry, valid, options
 ):
@@ -123,16 +118,13 @@ def test_weights_that_are_ignored_show():
       assert losses.error_of(wrong, expected(name, valid, **FOUR)) > 1e-2
 
 
-@pytest.mark.parametrize(
-  ("name", "entry", "options"),
-  [
-    ("all_gather: contrastive", "shard_map, untyped", RAGGED),
-    ("psum: batch norm", "mesh", WHOLE),
-    ("all_gather: contrastive", "shard_map, typed", WHOLE_UNWEIGHED),
-    ("psum: batch norm", "mesh", {**RAGGED, "has_weight": True}),
-    ("own + pmean(aux)", "mesh", {**FOUR, "skip_nonfinite": True}),
-  ],
-)
+@pytest.mark.parametrize(("name", "entry", "options"), [
+  ("all_gather: contrastive", "shard_map, untyped", RAGGED),
+  ("psum: batch norm", "mesh", WHOLE),
+  ("all_gather: contrastive", "shard_map, typed", WHOLE_UNWEIGHED),
+  ("psum: batch norm", "mesh", {**RAGGED, "has_weight": True}),
+  ("own + pmean(aux)", "mesh", {**FOUR, "skip_nonfinite": True}),
+])  # fmt: skip
 def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(
   name, entry, options
 ):
@@ -140,15 +132,12 @@ def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(
   assert_right(name, entry, valids, **options)
 
 
-@pytest.mark.parametrize(
-  ("name", "entry"),
-  [
-    ("no collective", "mesh"),
-    ("no collective", "shard_map, typed"),
-    ("psum: batch norm", "mesh"),
-    ("psum: batch norm", "shard_map, untyped"),
-  ],
-)
+@pytest.mark.parametrize(("name", "entry"), [
+  ("no collective", "mesh"),
+  ("no collective", "shard_map, typed"),
+  ("psum: batch norm", "mesh"),
+  ("psum: batch norm", "shard_map, untyped"),
+])  # fmt: skip
 def test_a_nan_leaves_out_the_microbatch_on_all_devices(name, entry):
   """Where the loss sends it to all of them. If it sends nothing, on its device alone."""
   # All devices count in the second microbatch, and that of the second device has the NaN.

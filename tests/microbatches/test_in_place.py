@@ -330,9 +330,7 @@ def behind_a_barrier(params, batch):
   ) * jnp.mean(batch["mask"])
 
 
-@pytest.mark.parametrize(
-  "loss_fn", [clamped, twice, before_the_array, behind_a_barrier]
-)
+@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])  # fmt: skip
 def test_what_is_not_known_to_be_right_is_added_whole(loss_fn):
   params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)[1]
@@ -353,14 +351,11 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(
-  ("loop", "jit", "moves"),
-  [
-    (of_map, True, "params"),
-    (of_fori, False, "batch"),
-    (of_fori, True, "weights"),
-  ],
-)
+@pytest.mark.parametrize(("loop", "jit", "moves"), [
+  (of_map, True, "params"),
+  (of_fori, False, "batch"),
+  (of_fori, True, "weights"),
+])  # fmt: skip
 def test_derivatives_in_a_loop_are_refused(loop, jit, moves):
   """JAX would be silently wrong. One thing depends on what is differentiated, and the rest not."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))

@@ -197,15 +197,11 @@ def test_skip_nonfinite_leaves_out_what_has_a_weight_that_is_not_finite():
   assert not np.isfinite(jax.jit(value_and_grad())(jnp.asarray(2.0), x)[1])
 
 
-@pytest.mark.parametrize(
-  "broken_at_zero",
-  [
-    lambda p, x: jnp.mean(jnp.sqrt(p["z"] * x)),
-    lambda p, x: jnp.mean(jnp.sqrt(jnp.real(p["c"] * jnp.conj(p["c"])) * x)),
-    lambda p, x: jnp.where(x[0] == 0, jnp.inf, 0.0),
-  ],
-  ids=["a later gradient", "a complex gradient", "the loss"],
-)
+@pytest.mark.parametrize("broken_at_zero", [
+  lambda p, x: jnp.mean(jnp.sqrt(p["z"] * x)),
+  lambda p, x: jnp.mean(jnp.sqrt(jnp.real(p["c"] * jnp.conj(p["c"])) * x)),
+  lambda p, x: jnp.where(x[0] == 0, jnp.inf, 0.0),
+], ids=["a later gradient", "a complex gradient", "the loss"])  # fmt: skip
 def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
   def loss_fn(params, x):
     return jnp.mean(params["a"] * (x - 1)) + broken_at_zero(params, x)

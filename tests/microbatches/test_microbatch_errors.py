@@ -47,38 +47,18 @@ def _train_step(fun, **options):
 # Of the options of a loss without aux: options, the error, and what it says.
 OPTIONS = [
   ({"num_microbatches": None}, ValueError, "exactly one of the two"),
-  (
-    {"microbatch_size": 2},
-    ValueError,
-    "num_microbatches=2 and microbatch_size=2: give exactly",
-  ),
-  (
-    {"num_microbatches": 0},
-    ValueError,
-    "num_microbatches=0 must be at least 1",
-  ),
+  ({"microbatch_size": 2}, ValueError, "num_microbatches=2 and microbatch_size=2: give exactly"),
+  ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),
   ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
-  (
-    {"num_microbatches": True},
-    TypeError,
-    "num_microbatches=True must be an int",
-  ),
-  (
-    {"num_microbatches": None, "microbatch_size": "2"},
-    TypeError,
-    "microbatch_size='2' must",
-  ),
+  ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
+  ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
   (
     {"num_microbatches": 4},
     ValueError,
     r"does not divide the 6 rows of argument 1: use one of \[1, 2, 3, 6\], or microbatch_size=2",
   ),
   ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
-  (
-    {"batch_argnums": "batch"},
-    ValueError,
-    "batch_argnums names argument 'batch' .*keyword",
-  ),
+  ({"batch_argnums": "batch"}, ValueError, "batch_argnums names argument 'batch' .*keyword"),
   ({"rng_argnums": 2}, ValueError, "rng_argnums names argument 2"),
   ({"rng_argnums": "key"}, ValueError, "rng_argnums names argument 'key'"),
   ({"carry_argnum": 2}, ValueError, "carry_argnum names argument 2"),
@@ -86,125 +66,52 @@ OPTIONS = [
   ({"batch_argnums": -2}, ValueError, "Argument 0 has two roles"),
   ({"rng_argnums": 1}, ValueError, "Argument 1 has two roles"),
   ({"carry_argnum": 1}, ValueError, "Argument 1 has two roles"),
-  (
-    {"reduction": "max"},
-    ValueError,
-    "reduction='max' must be one of 'mean', 'sum'",
-  ),
-  (
-    {"aux_reduction": "average"},
-    ValueError,
-    "aux_reduction='average' must be one of",
-  ),
-  (
-    {"aux_reduction": {"a": ["mean", "no"]}},
-    ValueError,
-    r"aux_reduction\['a'\]\[1\]='no' must",
-  ),
+  ({"reduction": "max"}, ValueError, "reduction='max' must be one of 'mean', 'sum'"),
+  ({"aux_reduction": "average"}, ValueError, "aux_reduction='average' must be one of"),
+  ({"aux_reduction": {"a": ["mean", "no"]}}, ValueError, r"aux_reduction\['a'\]\[1\]='no' must"),
   ({"axis_name": "data"}, NameError, "unbound axis name: data"),
-  (
-    {"weight_fn": lambda b: b["y"]},
-    ValueError,
-    r"weight of shape \(3,\) .* real scalar",
-  ),
+  ({"weight_fn": lambda b: b["y"]}, ValueError, r"weight of shape \(3,\) .* real scalar"),
   ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0 or"),
-  (
-    {"weight_fn": lambda b: None},
-    TypeError,
-    "weight None; it must be a real scalar",
-  ),
-  (
-    {"has_weight": True},
-    TypeError,
-    r"a single value; with has_weight=True it must return \(total, weight\)",
-  ),
-  (
-    {"has_weight": True, "has_aux": True},
-    TypeError,
-    r"a single value; with has_aux=True it must return \(loss, aux\)",
-  ),
+  ({"weight_fn": lambda b: None}, TypeError, "weight None; it must be a real scalar"),
+  ({"has_weight": True}, TypeError, r"a single value; with has_weight=True it must return \(total, weight\)"),
+  ({"has_weight": True, "has_aux": True}, TypeError, r"a single value; with has_aux=True it must return \(loss, aux\)"),
   (
     {"has_weight": True, "weight_fn": len},
     ValueError,
     "has_weight=True .*, and weight_fn counts it a second time: leave one",
   ),
-  (
-    {"has_weight": True, "reduction": "sum"},
-    ValueError,
-    'has_weight=True .*, and reduction="sum" does not: leave one',
-  ),
-  (
-    {"has_aux": True},
-    TypeError,
-    r"a single value; with has_aux=True it must return \(loss, aux\)",
-  ),
-]
+  ({"has_weight": True, "reduction": "sum"}, ValueError, 'has_weight=True .*, and reduction="sum" does not: leave one'),
+  ({"has_aux": True}, TypeError, r"a single value; with has_aux=True it must return \(loss, aux\)"),
+]  # fmt: skip
 OPTIONS += [
   ({"argnums": argnums}, ValueError, "Argument 1 has two roles")
   for argnums in (1, (0, -1))
 ]
 # A batch, and what is said of it.
 BATCHES = [
-  (
-    {"x": jnp.ones((6, 3)), "y": jnp.ones(5)},
-    r"1\['x'\]: 6, argument 1\['y'\]: 5\. Move rows",
-  ),
-  (
-    {"x": jnp.ones((6, 3)), "y": jnp.ones(())},
-    r"1\['y'\] has shape \(\), without rows",
-  ),
+  ({"x": jnp.ones((6, 3)), "y": jnp.ones(5)}, r"1\['x'\]: 6, argument 1\['y'\]: 5\. Move rows"),
+  ({"x": jnp.ones((6, 3)), "y": jnp.ones(())}, r"1\['y'\] has shape \(\), without rows"),
   ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without rows"),
-  (
-    {"x": jnp.ones((0, 3)), "y": jnp.ones(0)},
-    r"The batch \(argument 1\) is empty",
-  ),
+  ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, r"The batch \(argument 1\) is empty"),
   ({}, r"\(argument 1\) has no arrays: give one to split"),
-]
+]  # fmt: skip
 # What is no loss.
 LOSSES = [
-  (
-    lambda p, b: b["x"] @ p["w"],
-    r"loss has shape \(\d,\) .* it must be a real scalar",
-  ),
-  (
-    lambda p, b: jnp.sum(p["w"].astype(jnp.complex64)),
-    "loss has shape .* dtype complex64; it must be a real scalar",
-  ),
-  (
-    lambda p, b: jnp.sum(b["y"] > 0),
-    "loss has .* dtype int32; it must be a real scalar",
-  ),
-  (
-    lambda p, b: (loss_fn(p, b), {}),
-    r"The loss is a tuple; it must be .* pass has_aux=True; .* with has_weight=True",
-  ),
+  (lambda p, b: b["x"] @ p["w"], r"loss has shape \(\d,\) .* it must be a real scalar"),
+  (lambda p, b: jnp.sum(p["w"].astype(jnp.complex64)), "loss has shape .* dtype complex64; it must be a real scalar"),
+  (lambda p, b: jnp.sum(b["y"] > 0), "loss has .* dtype int32; it must be a real scalar"),
+  (lambda p, b: (loss_fn(p, b), {}), r"The loss is a tuple; it must be .* pass has_aux=True; .* with has_weight=True"),
   (lambda p, b: None, "The loss is a NoneType; it must be a real scalar"),
-]
+]  # fmt: skip
 # What is no weight, in the place of that of a loss.
 WEIGHTS = [
-  (
-    lambda p, b: b["y"],
-    ValueError,
-    r"loss gave a weight of shape \(3,\) and dtype float32; it must be a real scalar",
-  ),
-  (
-    lambda p, b: b["y"] > 0,
-    ValueError,
-    r"loss gave a weight of shape \(3,\) and dtype bool; it must be a real scalar",
-  ),
-  (
-    lambda p, b: jnp.sum(b["y"]).astype(jnp.complex64),
-    TypeError,
-    "loss gave .* complex64; it must be a real scalar",
-  ),
+  (lambda p, b: b["y"], ValueError, r"loss gave a weight of shape \(3,\) and dtype float32; it must be a real scalar"),
+  (lambda p, b: b["y"] > 0, ValueError, r"loss gave a weight of shape \(3,\) and dtype bool; it must be a real scalar"),
+  (lambda p, b: jnp.sum(b["y"]).astype(jnp.complex64), TypeError, "loss gave .* complex64; it must be a real scalar"),
   (lambda p, b: None, TypeError, "loss gave the weight None; it must"),
   (lambda p, b: -1, ValueError, "loss gave the weight -1; it must be 0 or"),
-  (
-    loss_fn,
-    TypeError,
-    r"weight .* depends on .*: return \(total, weight\) in this order, or, .*stop_gradient of it",
-  ),
-]
+  (loss_fn, TypeError, r"weight .* depends on .*: return \(total, weight\) in this order, or, .*stop_gradient of it"),
+]  # fmt: skip
 # Reductions of the aux of `with_aux`.
 AUX = [
   (
@@ -212,11 +119,7 @@ AUX = [
     TypeError,
     r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it.*, \"stack\" or \"concat\", in",
   ),
-  (
-    {"count": "sum", "ok": "mean", "mean": "mean"},
-    TypeError,
-    r"aux\['ok'\] has dtype bool",
-  ),
+  ({"count": "sum", "ok": "mean", "mean": "mean"}, TypeError, r"aux\['ok'\] has dtype bool"),
   (
     {"count": "sum", "mean": "mean"},
     ValueError,
@@ -228,32 +131,15 @@ AUX = [
     ValueError,
     r"(?sm)is not a prefix tree of the outputs: .*\bmedian\b",
   ),
-  (
-    ["sum", "max"],
-    ValueError,
-    r"=\['sum', 'max'\] is not a prefix tree .* error: diff",
-  ),
-  (
-    "concat",
-    ValueError,
-    r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows",
-  ),
-]
+  (["sum", "max"], ValueError, r"=\['sum', 'max'\] is not a prefix tree .* error: diff"),
+  ("concat", ValueError, r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows"),
+]  # fmt: skip
 # What a loss returns in the place of a carry of ``{"mean": float}``.
 CARRIES = [
-  (
-    {"mean": jnp.zeros(2)},
-    r"new_carry .* argument 2\['mean'\] has type float32\[2\], not float32\[\]",
-  ),
-  (
-    {"mean": jnp.zeros((), jnp.int32)},
-    r"argument 2\['mean'\] has type int32\[\], not float32\[\]: ",
-  ),
-  (
-    {"other": jnp.zeros(())},
-    r"new_carry .* argument 2\['mean'\] is missing: .* same structure",
-  ),
-]
+  ({"mean": jnp.zeros(2)}, r"new_carry .* argument 2\['mean'\] has type float32\[2\], not float32\[\]"),
+  ({"mean": jnp.zeros((), jnp.int32)}, r"argument 2\['mean'\] has type int32\[\], not float32\[\]: "),
+  ({"other": jnp.zeros(())}, r"new_carry .* argument 2\['mean'\] is missing: .* same structure"),
+]  # fmt: skip
 
 
 def weighing(weight):
@@ -272,18 +158,9 @@ MEAN = (PARAMS, BATCH, {"mean": jnp.zeros(())})
 # A loss, its arguments, options, the error, and what it says.
 REFUSED = [
   *((loss_fn, USUAL, *row) for row in OPTIONS),
-  *(
-    (loss_fn, (PARAMS, batch), {}, ValueError, match)
-    for batch, match in BATCHES
-  ),
-  *(
-    (fun, USUAL, {"num_microbatches": 1 + i % 2}, TypeError, match)
-    for i, (fun, match) in enumerate(LOSSES)
-  ),
-  *(
-    (weighing(weight), USUAL, {"has_weight": True}, error, match)
-    for weight, error, match in WEIGHTS
-  ),
+  *((loss_fn, (PARAMS, batch), {}, ValueError, match) for batch, match in BATCHES),
+  *((fun, USUAL, {"num_microbatches": 1 + i % 2}, TypeError, match) for i, (fun, match) in enumerate(LOSSES)),
+  *((weighing(weight), USUAL, {"has_weight": True}, error, match) for weight, error, match in WEIGHTS),
   (
     lambda p, b: (jnp.sum(b["y"] > 0), loss_fn(p, b)),
     USUAL,
@@ -339,7 +216,7 @@ REFUSED = [
     TypeError,
     r"lose the imaginary part of grads\['w'\], which is complex64",
   ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fun", "args", "options", "error", "match"), REFUSED)
@@ -349,13 +226,10 @@ def test_an_error_names_the_value_the_requirement_and_the_fix(
   raises(error, match, fun, args, **options)
 
 
-@pytest.mark.parametrize(
-  ("argnums", "args", "kwargs", "match"),
-  [
-    (2, USUAL, {}, r"argnums names argument 2.*2 positional arguments"),
-    (0, (), {"params": PARAMS, "batch": BATCH}, "0.*0 positional and the key"),
-  ],
-)
+@pytest.mark.parametrize(("argnums", "args", "kwargs", "match"), [
+  (2, USUAL, {}, r"argnums names argument 2.*2 positional arguments"),
+  (0, (), {"params": PARAMS, "batch": BATCH}, "0.*0 positional and the key"),
+])  # fmt: skip
 def test_argnums_that_name_nothing_are_refused(argnums, args, kwargs, match):
   with pytest.raises(ValueError, match=match):
     optax_accum.microbatch_value_and_grad(
@@ -402,9 +276,7 @@ def noisy_loss(params, key, data):
   return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
 
 
-@pytest.mark.parametrize(
-  "mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"]
-)
+@pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])  # fmt: skip
 def test_a_key_in_the_place_of_the_batch_is_refused(mesh):
   w, key, x, tx = (
     jnp.float32(1),
@@ -444,16 +316,13 @@ PAIR = {"has_weight": True}
 RAGGED = {"num_microbatches": None, "microbatch_size": 257}
 
 
-@pytest.mark.parametrize(
-  ("fun", "rows", "options"),
-  [
-    (narrow, 6, ROWS_OF),
-    (lambda p, b: (narrow(p, b), jnp.float32(1)), 6, PAIR),
-    (lambda p, b: (WIDE(p, b), jnp.bfloat16(1)), 6, PAIR),
-    (WIDE, 6, HALF_ROWS),
-    (narrow, 300, RAGGED),
-  ],
-)
+@pytest.mark.parametrize(("fun", "rows", "options"), [
+  (narrow, 6, ROWS_OF),
+  (lambda p, b: (narrow(p, b), jnp.float32(1)), 6, PAIR),
+  (lambda p, b: (WIDE(p, b), jnp.bfloat16(1)), 6, PAIR),
+  (WIDE, 6, HALF_ROWS),
+  (narrow, 300, RAGGED),
+])  # fmt: skip
 def test_a_narrow_loss_that_is_weighed_is_refused(fun, rows, options):
   """bfloat16 has no 257, and a weight that is traced may be any number."""
   raises(TypeError, "bfloat16.*float32", fun, of_rows(rows), **options)
@@ -561,15 +430,9 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
   each = np.broadcast_to(count, 4)
   moved = jnp.moveaxis(positions, 1, 0)
   for batch, match in [
-    (
-      {"positions": moved, "count": count},
-      r"^argument 1\['count'\] has shape \(\),",
-    ),
-    (
-      {"positions": positions, "count": each},
-      r"1\['count'\]: 4, argument 1\['positions'\]: 3\. Move rows .*moveaxis,",
-    ),
-  ]:
+    ({"positions": moved, "count": count}, r"^argument 1\['count'\] has shape \(\),"),
+    ({"positions": positions, "count": each}, r"1\['count'\]: 4, argument 1\['positions'\]: 3\. Move rows .*moveaxis,"),
+  ]:  # fmt: skip
     with pytest.raises(ValueError, match=match + fix):
       step(w, tx.init(w), batch)
   got = step(w, tx.init(w), {"positions": moved, "count": each})[2]["loss"]
@@ -578,14 +441,11 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
   )
 
 
-@pytest.mark.parametrize(
-  ("tx", "match"),
-  [
-    (optax.adam, "Transformation but .* call it first, as in adam"),
-    (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
-    (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax opt"),
-  ],
-)
+@pytest.mark.parametrize(("tx", "match"), [
+  (optax.adam, "Transformation but .* call it first, as in adam"),
+  (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
+  (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax opt"),
+])  # fmt: skip
 def test_transformations_that_are_none_are_refused(tx, match):
   with pytest.raises(TypeError, match=match):
     optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)

@@ -189,14 +189,10 @@ def test_what_does_not_count_changes_no_term():
 
 
 OPTIONS = {
-  "weights, ragged": {
-    "num_microbatches": None,
-    "microbatch_size": 48,
-    "weight_fn": masked,
-  },
+  "weights, ragged": {"num_microbatches": None, "microbatch_size": 48, "weight_fn": masked},
   "explicit, weights": {"kind": EXPLICIT, "weight_fn": masked},
   "sharded": {"kind": AUTO, "spec": "data"},
-}
+}  # fmt: skip
 
 
 def big_loss(params, batch):
@@ -280,13 +276,10 @@ def test_the_terms_are_smoothed_apart_and_then_divided():
   assert after(state, 9, -9)[0] == 0  # rounding
 
 
-@pytest.mark.parametrize(
-  ("option", "message"),
-  [
-    ({"reduction": "sum"}, "noise_scale=True compares .*with reduction='sum'"),
-    ({"in_place": True}, "noise_scale=True .*in_place=False"),
-  ],
-)
+@pytest.mark.parametrize(("option", "message"), [
+  ({"reduction": "sum"}, "noise_scale=True compares .*with reduction='sum'"),
+  ({"in_place": True}, "noise_scale=True .*in_place=False"),
+])  # fmt: skip
 def test_options_that_it_does_not_go_with_are_refused(option, message):
   options = {"num_microbatches": 2, "noise_scale": True, **option}
   with pytest.raises(ValueError, match=message):

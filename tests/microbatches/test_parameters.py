@@ -40,20 +40,13 @@ def mlp():
 REFUSED = [
   (linen_state, r"argument 0\.step has .* cannot be differentiated: "),
   (Noisy, r"argument 0\.rngs.* has .* cannot be differentiated: "),
-  (
-    mlp,
-    r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",
-  ),
-]
+  (mlp, r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact"),
+]  # fmt: skip
 refused = pytest.mark.parametrize(("make", "match"), REFUSED)
 
 
 @refused
-@pytest.mark.parametrize(
-  ("mesh", "donate"),
-  [(None, True), (make_mesh(2), False)],
-  ids=["alone", "mesh"],
-)
+@pytest.mark.parametrize(("mesh", "donate"), [(None, True), (make_mesh(2), False)], ids=["alone", "mesh"])  # fmt: skip
 def test_a_step_refuses_objects_that_hold_more_than_parameters(
   make, match, mesh, donate
 ):
@@ -81,9 +74,7 @@ def one_step(fun, params, opt_state):
   )
 
 
-@pytest.mark.parametrize(
-  ("leaf", "kind"), [(True, "type bool"), (np.int8(1), "dtype int8")]
-)
+@pytest.mark.parametrize(("leaf", "kind"), [(True, "type bool"), (np.int8(1), "dtype int8")])  # fmt: skip
 def test_leaves_that_are_no_floats_are_refused(leaf, kind):
   match = rf"argument 0\['a'\] has {kind} and cannot be diff"
   with pytest.raises(TypeError, match=match):

@@ -333,14 +333,10 @@ def test_memory_is_that_of_one_microbatch(by, most):
     assert temp < share * whole
 
 
-@pytest.mark.parametrize(
-  ("options", "kept_from_merging"),
-  [
-    ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one
-    ({"microbatch_size": 5}, [True, True]),  # one trip, which XLA unrolls
-  ],
-  ids=str,
-)
+@pytest.mark.parametrize(("options", "kept_from_merging"), [
+  ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one
+  ({"microbatch_size": 5}, [True, True]),  # one trip, which XLA unrolls
+], ids=str)  # fmt: skip
 def test_what_is_computed_again_is_not_merged_with_what_was(
   options, kept_from_merging
 ):
@@ -387,9 +383,7 @@ def test_what_is_closed_over_has_its_gradient_too():
   trees.assert_close(actual, expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-  ("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")]
-)
+@pytest.mark.parametrize(("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")])  # fmt: skip
 def test_a_step_over_a_mesh_reduces_once(kind, platform):
   """Every device encodes its rows in microbatches, and holds them against all devices' rows."""
 

@@ -85,22 +85,14 @@ def scaled_mean(w, x, *others, named=None):
   return jnp.mean(w * x) * (1 + scale)
 
 
-@pytest.mark.parametrize(
-  ("others", "named", "options", "fix"),
-  [
-    (
-      (np.ones((2, 6)), {"a": [np.ones(6)]}),
-      None,
-      {},
-      r"argument 3 .*\(1, 3\)",
-    ),
-    ((), {"m": np.ones(6)}, {}, r"argument 'named' .*\(1, \"named\"\)"),
-    # A table, or a teacher, of which a leaf has as many by chance.
-    ((), {"w": np.ones((6, 6)), "b": np.ones(2)}, {}, None),
-    ((np.ones(6),), np.ones(6), {"batch_argnums": 1}, None),
-    ((np.ones(()), 6, True, None, {}), None, {}, None),
-  ],
-)
+@pytest.mark.parametrize(("others", "named", "options", "fix"), [
+  ((np.ones((2, 6)), {"a": [np.ones(6)]}), None, {}, r"argument 3 .*\(1, 3\)"),
+  ((), {"m": np.ones(6)}, {}, r"argument 'named' .*\(1, \"named\"\)"),
+  # A table, or a teacher, of which a leaf has as many by chance.
+  ((), {"w": np.ones((6, 6)), "b": np.ones(2)}, {}, None),
+  ((np.ones(6),), np.ones(6), {"batch_argnums": 1}, None),
+  ((np.ones(()), 6, True, None, {}), None, {}, None),
+])  # fmt: skip
 def test_an_argument_all_of_whose_leaves_have_the_rows_is_refused(
   others, named, options, fix
 ):
@@ -116,14 +108,10 @@ def test_an_argument_all_of_whose_leaves_have_the_rows_is_refused(
     step.eval_shape(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-  "other",
-  [
-    {"w": np.ones((64, 8), np.float32), "b": np.ones(64, np.float32)},
-    np.ones(10, np.float32),
-  ],
-  ids=["a teacher of width 64", "10 class frequencies"],
-)
+@pytest.mark.parametrize("other", [
+  {"w": np.ones((64, 8), np.float32), "b": np.ones(64, np.float32)},
+  np.ones(10, np.float32),
+], ids=["a teacher of width 64", "10 class frequencies"])  # fmt: skip
 def test_in_a_later_call_as_many_rows_are_a_coincidence(other):
   """The last batch of an epoch is smaller, hours into a run."""
   tx = optax.sgd(0.1)
@@ -163,18 +151,15 @@ def aux_of(aux, x, **options):
   return jax.jit(run)(np.float32(1), x)[0][1]
 
 
-@pytest.mark.parametrize(
-  ("aux", "shape", "options", "where"),
-  [
-    (lambda x: x, (8,), {"num_microbatches": 2}, "4 rows"),
-    (lambda x: x, (3,), {"microbatch_size": 2}, "2 rows"),
-    (lambda x: jnp.zeros(4), (8,), {"num_microbatches": 2}, "4 rows"),
-    (lambda x: x, (8,), {"num_microbatches": 8}, None),
-    (lambda x: x, (8,), {"num_microbatches": 2, "aux_reduction": "mean"}, None),
-    (lambda x: x, (8,), {"num_microbatches": 1, "weight_fn": jnp.sum}, None),
-    (lambda x: jnp.sum(x), (8,), {"num_microbatches": 2}, None),
-  ],
-)
+@pytest.mark.parametrize(("aux", "shape", "options", "where"), [
+  (lambda x: x, (8,), {"num_microbatches": 2}, "4 rows"),
+  (lambda x: x, (3,), {"microbatch_size": 2}, "2 rows"),
+  (lambda x: jnp.zeros(4), (8,), {"num_microbatches": 2}, "4 rows"),
+  (lambda x: x, (8,), {"num_microbatches": 8}, None),
+  (lambda x: x, (8,), {"num_microbatches": 2, "aux_reduction": "mean"}, None),
+  (lambda x: x, (8,), {"num_microbatches": 1, "weight_fn": jnp.sum}, None),
+  (lambda x: jnp.sum(x), (8,), {"num_microbatches": 2}, None),
+])  # fmt: skip
 def test_an_aux_with_the_rows_of_a_microbatch_is_refused(
   aux, shape, options, where
 ):

@@ -59,14 +59,11 @@ def test_a_branch_where_nothing_is_a_setting_names_nothing():
   assert "batch_argnums" not in notes(error)  # nor are shapes the cause
 
 
-@pytest.mark.parametrize(
-  ("take", "value"),
-  [
-    (np.sqrt, 4),
-    (float, 0.5),
-    (lambda n: 1.0 if n["train"] else 2.0, {"rate": 0.5, "train": True}),
-  ],
-)
+@pytest.mark.parametrize(("take", "value"), [
+  (np.sqrt, 4),
+  (float, 0.5),
+  (lambda n: 1.0 if n["train"] else 2.0, {"rate": 0.5, "train": True}),
+])  # fmt: skip
 def test_whatever_takes_a_value_names_it(take, value):
   def loss_fn(params, batch, n):
     return jnp.mean(batch @ params) * jnp.sum(take(n))

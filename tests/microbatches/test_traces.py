@@ -45,15 +45,12 @@ def arguments():
   )
 
 
-@pytest.mark.parametrize(
-  ("options", "mesh"),
-  [
-    ({}, None),
-    ({}, EXPLICIT),
-    ({"weight_fn": rows_of}, AUTO),
-    ({"skip_nonfinite": True}, None),
-  ],
-)
+@pytest.mark.parametrize(("options", "mesh"), [
+  ({}, None),
+  ({}, EXPLICIT),
+  ({"weight_fn": rows_of}, AUTO),
+  ({"skip_nonfinite": True}, None),
+])  # fmt: skip
 def test_equal_microbatches_are_traced_once(options, mesh):
   (params, batch), loss, tx = arguments(), Counted(), relaxed(optax.adam(0.1))
   mesh = mesh and make_mesh(2, kind=mesh)

@@ -77,14 +77,11 @@ def function(mesh, batch, *further):
 
 # A call with a batch, and what messages call the batch, and a further argument.
 STEPS = {
-  **{
-    method: (step(method), "batch", "argument 3")
-    for method in ("call", "again", "add", "check")
-  },
+  **{method: (step(method), "batch", "argument 3") for method in ("call", "again", "add", "check")},
   "linen": (linen(False), "batch", r"args\[0\]"),
   "linen add": (linen(True), "batch", r"args\[0\]"),
   "nnx": (nnx_step, "batch", r"args\[0\]"),
-}
+}  # fmt: skip
 FUNCTIONS = {
   "value_and_grad": (value_and_grad, "argument 1", ""),
   "microbatch": (function, "argument 1", "argument 2"),

@@ -92,9 +92,7 @@ def documented_options(doc):
   return [name for several in names for name in several.split(", ")]
 
 
-@pytest.mark.parametrize(
-  "function", FUNCTIONS, ids=lambda function: function.__name__
-)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)  # fmt: skip
 def test_options_are_documented_in_the_order_of_the_signature(function):
   parameters = list(inspect.signature(function).parameters)
   assert documented_options(inspect.cleandoc(function.__doc__)) == parameters

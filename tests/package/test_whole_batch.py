@@ -62,33 +62,25 @@ WRONG = {
 
 
 # Where a line says bfloat16: what its tolerance tells, a thousand times that of float32, tells too.
-@pytest.mark.parametrize(
-  ("wrong", "line"),
-  [
-    ("microbatches", "weights=counts size=3"),
-    more(
-      "microbatches",
-      "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16",
-    ),
-    more("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
-    ("microbatches", "weights=counts size=3 arrives=merged"),
-    ("devices", "place=mesh devices=4 weights=floats arrives=merged"),
-    (
-      "microbatches",
-      "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True"
-      " size=2 spread=True",
-    ),
-    (
-      "devices",
-      "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True"
-      " weights=counts spread=True",
-    ),
-    more("devices", "entry=apply place=shard_map devices=4 weights=counts"),
-    ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
-    ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),
-    ("padding", "entry=gradient weights=counts dtype=bfloat16"),
-  ],
-)
+@pytest.mark.parametrize(("wrong", "line"), [
+  ("microbatches", "weights=counts size=3"),
+  more("microbatches", "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16"),
+  more("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
+  ("microbatches", "weights=counts size=3 arrives=merged"),
+  ("devices", "place=mesh devices=4 weights=floats arrives=merged"),
+  (
+    "microbatches",
+    "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True size=2 spread=True",
+  ),
+  (
+    "devices",
+    "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True weights=counts spread=True",
+  ),
+  more("devices", "entry=apply place=shard_map devices=4 weights=counts"),
+  ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
+  ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),
+  ("padding", "entry=gradient weights=counts dtype=bfloat16"),
+])  # fmt: skip
 def test_a_wrong_mean_is_told_from_the_right_one(wrong, line):
   draw = parsed(line)
   assert not whole_batch.problems(draw)
@@ -97,9 +89,7 @@ def test_a_wrong_mean_is_told_from_the_right_one(wrong, line):
   )
 
 
-@pytest.mark.parametrize(
-  "line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"]
-)
+@pytest.mark.parametrize("line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"])  # fmt: skip
 def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
   draw = parsed(line)
   (call,), *_ = cycles.cycles_of(draw)

@@ -30,24 +30,21 @@ def nnx_loss(model, batch):
   return jnp.mean(model(batch["x"]) ** 2)
 
 
-@pytest.mark.parametrize(
-  ("call", "match"),
-  [
-    (lambda: accumulate(SGD, every_k_schedule=4), "unexpected .*'every_k_schedule'"),
-    (lambda: accumulate(SGD, 4, skipfn=3), "unexpected keyword argument 'skipfn'"),
-    (lambda: accumulate(8, SGD), r"inner=8 is not an optax\.Grad"),
-    (lambda: accumulate(SGD, 2.5), r"^every_k=2\.5 must be an int"),
-    (lambda: make_train_step(jnp.mean, SGD, 8), "takes 2 positional arguments but 3"),
-    (lambda: make_train_step(jnp.mean, SGD, every_k=8), "unexpected .*'every_k'"),
-    (lambda: microbatch(jnp.mean, num_microbatches=4), "missing .*'reduction'"),
-    (lambda: microbatch_value_and_grad(jnp.mean, 0, False, 4), "3 positional arguments but 4"),
-    (lambda: plan_microbatches(lambda n: None, (), (), BATCH), "2 positional arguments but 4"),
-    (lambda: linen_train_step(linen_loss, accum_steps=2), "unexpected .*'accum_steps'"),
-    (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
-    (lambda: nnx_train_step(nnx_loss, every_k=2), "unexpected .*'every_k'"),
-    (lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "match"), [
+  (lambda: accumulate(SGD, every_k_schedule=4), "unexpected .*'every_k_schedule'"),
+  (lambda: accumulate(SGD, 4, skipfn=3), "unexpected keyword argument 'skipfn'"),
+  (lambda: accumulate(8, SGD), r"inner=8 is not an optax\.Grad"),
+  (lambda: accumulate(SGD, 2.5), r"^every_k=2\.5 must be an int"),
+  (lambda: make_train_step(jnp.mean, SGD, 8), "takes 2 positional arguments but 3"),
+  (lambda: make_train_step(jnp.mean, SGD, every_k=8), "unexpected .*'every_k'"),
+  (lambda: microbatch(jnp.mean, num_microbatches=4), "missing .*'reduction'"),
+  (lambda: microbatch_value_and_grad(jnp.mean, 0, False, 4), "3 positional arguments but 4"),
+  (lambda: plan_microbatches(lambda n: None, (), (), BATCH), "2 positional arguments but 4"),
+  (lambda: linen_train_step(linen_loss, accum_steps=2), "unexpected .*'accum_steps'"),
+  (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
+  (lambda: nnx_train_step(nnx_loss, every_k=2), "unexpected .*'every_k'"),
+  (lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
+])  # fmt: skip
 def test_names_that_a_function_has_not_are_pythons_type_errors(call, match):
   with pytest.raises(TypeError, match=match):
     call()
@@ -60,36 +57,30 @@ def elsewhere(params, batch):
 elsewhere.__module__ = "optax_losses"
 
 
-@pytest.mark.parametrize(
-  ("make", "match"),
-  [
+@pytest.mark.parametrize(("make", "match"), [
+  (
+    lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
+    r"tx=<function mean .* is not an optax\.GradientTransformation",
+  ),
+  (lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8), r"call it first, as in adam\("),
+  *(
     (
-      lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
-      r"tx=<function mean .* is not an optax\.GradientTransformation",
-    ),
-    (
-      lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8),
-      r"call it first, as in adam\(",
-    ),
-    *(
-      (
-        lambda make=make, value=value: make(value),
-        f"The loss is of type {name}.*: give the function itself, not its value, an optimizer or a",
-      )
-      for make in (
-        lambda value: make_train_step(value, SGD, num_microbatches=8),
-        lambda value: microbatch_value_and_grad(value, num_microbatches=8),
-        lambda value: linen_train_step(value, num_microbatches=8),
-        lambda value: nnx_train_step(value, num_microbatches=8),
-      )
-      for value, name in (
-        (8, "int"),
-        (jnp.zeros(()), "ArrayImpl"),
-        (SGD, "GradientTransform"),
-      )
-    ),
-  ],
-)
+      lambda make=make, value=value: make(value),
+      f"The loss is of type {name}.*: give the function itself, not its value, an optimizer or a",
+    )
+    for make in (
+      lambda value: make_train_step(value, SGD, num_microbatches=8),
+      lambda value: microbatch_value_and_grad(value, num_microbatches=8),
+      lambda value: linen_train_step(value, num_microbatches=8),
+      lambda value: nnx_train_step(value, num_microbatches=8),
+    )
+    for value, name in (
+      (8, "int"),
+      (jnp.zeros(()), "ArrayImpl"),
+      (SGD, "GradientTransform"),
+    )
+  ),
+])  # fmt: skip
 def test_what_is_no_loss_and_no_optimizer_is_named(make, match):
   with pytest.raises(TypeError, match=match):
     make()
@@ -143,9 +134,7 @@ def test_a_batch_of_strings_or_lists_gets_what_to_write():
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
 
-@pytest.mark.parametrize(
-  "decorate", [lambda f: f, jax.jit], ids=["plain", "jit"]
-)
+@pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])  # fmt: skip
 def test_a_decorated_loss_has_its_own_errors(decorate):
   @functools.wraps(mean_loss)
   def weighed(params, batch, weight=1.0):

@@ -239,16 +239,13 @@ def test_what_is_larger_than_the_chip_is_not_compiled():
   assert "too large to compile" in str(plan)
 
 
-@pytest.mark.parametrize(
-  ("change", "error", "message"),
-  [
-    ({"memory_limit": None}, ValueError, "memory_limit=None uses the memory .*give memory_limit"),
-    ({"batch_size": 0}, ValueError, "batch_size=0 must be at least 1"),
-    ({"batch_size": 384}, ValueError, "batch_size=384, and no array of the batch has so many rows"),
-    ({"choices": {"rematt": [True]}}, TypeError, r"build_mlp\(\) got an unexpected .* 'rematt'"),
-    ({"build_step": lambda n: build_mlp(5 * n)}, ValueError, "does not divide"),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "error", "message"), [
+  ({"memory_limit": None}, ValueError, "memory_limit=None uses the memory .*give memory_limit"),
+  ({"batch_size": 0}, ValueError, "batch_size=0 must be at least 1"),
+  ({"batch_size": 384}, ValueError, "batch_size=384, and no array of the batch has so many rows"),
+  ({"choices": {"rematt": [True]}}, TypeError, r"build_mlp\(\) got an unexpected .* 'rematt'"),
+  ({"build_step": lambda n: build_mlp(5 * n)}, ValueError, "does not divide"),
+])  # fmt: skip
 def test_bad_input_is_refused(change, error, message):
   call = {
     "build_step": build_mlp,

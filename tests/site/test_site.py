@@ -183,9 +183,7 @@ def test_a_name_in_code_leads_to_its_page():
   assert "make_train_step" in [link.get_text() for link in links]
 
 
-@pytest.mark.parametrize(
-  "function", FUNCTIONS, ids=lambda function: function.__name__
-)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)  # fmt: skip
 def test_the_contents_of_a_page_list_the_parts_of_its_docstring(function):
   pages = SITE.glob(
     f"reference/generated/optax_accum*.{function.__name__}.html"

@@ -114,9 +114,7 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
   trees.assert_close(new_params, held_params, 0)
 
 
-@pytest.mark.parametrize(
-  ("skip", "form"), [(False, "update"), (False, "apply"), (True, "update")]
-)
+@pytest.mark.parametrize(("skip", "form"), [(False, "update"), (False, "apply"), (True, "update")])  # fmt: skip
 def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(skip, form):
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
   tx = accumulate(inner, 3, skip_fn=optax.skip_not_finite if skip else None)
@@ -154,17 +152,10 @@ def test_multisteps_says_updated_after_a_skip():
   assert theirs.has_updated(state)
 
 
-@pytest.mark.parametrize(
-  ("skip_fn", "form"),
-  [
-    (optax.skip_not_finite, "update"),
-    (
-      functools.partial(optax.skip_large_updates, max_squared_norm=50.0),
-      "apply",
-    ),
-  ],
-  ids=["skip_not_finite", "skip_large_updates"],
-)
+@pytest.mark.parametrize(("skip_fn", "form"), [
+  (optax.skip_not_finite, "update"),
+  (functools.partial(optax.skip_large_updates, max_squared_norm=50.0), "apply"),
+], ids=["skip_not_finite", "skip_large_updates"])  # fmt: skip
 def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
   tx, params = accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn), jnp.zeros(2)
   start = tx.init(params)
@@ -195,9 +186,7 @@ def test_a_state_restored_under_a_smaller_k_ends_with_the_next_counted_call():
   np.testing.assert_array_equal(params["w"], -3)
 
 
-@pytest.mark.parametrize(
-  ("every_k", "form"), [(1, "update"), (2, "apply"), (lambda _: 2, "update")]
-)
+@pytest.mark.parametrize(("every_k", "form"), [(1, "update"), (2, "apply"), (lambda _: 2, "update")])  # fmt: skip
 def test_the_gradient_step_stays_at_its_maximum(every_k, form):
   most = np.iinfo(np.int32).max
   tx, params = accumulate(optax.sgd(1.0), every_k), jnp.zeros(2)
@@ -211,14 +200,11 @@ def test_the_gradient_step_stays_at_its_maximum(every_k, form):
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
-@pytest.mark.parametrize(
-  ("of_grads", "of_params"),
-  [
-    (jnp.float32, jnp.bfloat16),
-    (jnp.bfloat16, jnp.float32),
-    (jnp.bfloat16, jnp.float16),
-  ],
-)
+@pytest.mark.parametrize(("of_grads", "of_params"), [
+  (jnp.float32, jnp.bfloat16),
+  (jnp.bfloat16, jnp.float32),
+  (jnp.bfloat16, jnp.float16),
+])  # fmt: skip
 def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
   params = {"w": jnp.ones(3, of_params)}
   grads = {"w": jnp.ones(3, of_grads)}
@@ -271,9 +257,7 @@ def test_1024_bfloat16_gradients_average_right():
   assert np.max(np.abs(in_bfloat16 - exact)) > 0.05
 
 
-@pytest.mark.parametrize(
-  ("every_k", "differentiable"), [(1, False), (2, False), (2, True)]
-)
+@pytest.mark.parametrize(("every_k", "differentiable"), [(1, False), (2, False), (2, True)])  # fmt: skip
 def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
   inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.real, updates))
   tx = accumulate(inner, every_k, differentiable=differentiable)
@@ -286,9 +270,7 @@ def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
   np.testing.assert_array_equal(updates, 2.5 if every_k == 2 else 1)
 
 
-@pytest.mark.parametrize(
-  ("form", "differentiable"), [("update", False), ("apply", True)]
-)
+@pytest.mark.parametrize(("form", "differentiable"), [("update", False), ("apply", True)])  # fmt: skip
 def test_an_accumulator_of_lower_precision_does_not_round_the_updates(
   form, differentiable
 ):

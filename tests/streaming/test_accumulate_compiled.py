@@ -76,14 +76,11 @@ def temp(executable):
   return executable.memory_analysis().temp_size_in_bytes / LARGE_BYTES
 
 
-@pytest.mark.parametrize(
-  ("name", "form"),
-  [
-    *((name, "update") for name in ("momentum", "lion", "adafactor")),
-    *((name, "apply") for name in ("adamw", "clip_adamw")),
-    *((name, "scan") for name in ("sgd", "adamw")),
-  ],
-)
+@pytest.mark.parametrize(("name", "form"), [
+  *((name, "update") for name in ("momentum", "lion", "adafactor")),
+  *((name, "apply") for name in ("adamw", "clip_adamw")),
+  *((name, "scan") for name in ("sgd", "adamw")),
+])  # fmt: skip
 def test_the_conditional_costs_no_memory_and_no_copies(name, form):
   tx = accumulate(OPTIMIZERS[name], 8)
   ours = compiled(scanned(tx) if form == "scan" else mini_step(tx, form), tx)
@@ -131,15 +128,12 @@ def compiled_over_devices(
   return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 
 
-@pytest.mark.parametrize(
-  ("platform", "form", "check_vma", "kind", "weighted"),
-  [
-    ("tpu", "update", True, AUTO, True),
-    more("tpu", "update", False, AUTO, False),
-    ("tpu", "apply", True, EXPLICIT, False),
-    ("cpu", "apply", True, AUTO, True),
-  ],
-)
+@pytest.mark.parametrize(("platform", "form", "check_vma", "kind", "weighted"), [
+  ("tpu", "update", True, AUTO, True),
+  more("tpu", "update", False, AUTO, False),
+  ("tpu", "apply", True, EXPLICIT, False),
+  ("cpu", "apply", True, AUTO, True),
+])  # fmt: skip
 def test_devices_reduce_in_the_accumulators(
   platform, kind, weighted, check_vma, form
 ):
@@ -266,9 +260,7 @@ def test_inner_is_traced_once(form, every_k, differentiable):
   assert traces(over_devices, axis_name="data") == 1
 
 
-@pytest.mark.parametrize(
-  ("form", "differentiable"), [("update", True), ("apply", False)]
-)
+@pytest.mark.parametrize(("form", "differentiable"), [("update", True), ("apply", False)])  # fmt: skip
 def test_a_population_is_its_members(form, differentiable):
   tx = accumulate(optax.adam(0.1), 2, differentiable=differentiable)
   weights = jnp.array([[1.0, 2, 0, 1], [3, 1, 0, 1], [1, 1, 1, 1]])

@@ -38,19 +38,16 @@ SKIPS = {"skip_fn": optax.skip_not_finite}
 
 # The gradient, the weight and the flush of calls, of all devices or for each of them; then the
 # parameters and the number of the mini step in the end.
-@pytest.mark.parametrize(
-  ("form", "options", "calls", "param", "mini_step_number"),
-  [
-    ("update", SKIPS, [(1, 1, False), (BAD, 1, False)], 0, 1),
-    ("apply", SKIPS, [(1, 1, False), (BAD, 1, False), (3, 1, False)], -2, 0),
-    ("update", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
-    ("apply", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
-    ("update", {}, [(NAN, 0, False)] * 2, 0, 0),
-    ("apply", {}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
-    ("update", {"every_k": 1}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
-    ("apply", {"reduction": "sum"}, [(EACH, 1, False)] * 2, -56, 0),
-  ],
-)
+@pytest.mark.parametrize(("form", "options", "calls", "param", "mini_step_number"), [
+  ("update", SKIPS, [(1, 1, False), (BAD, 1, False)], 0, 1),
+  ("apply", SKIPS, [(1, 1, False), (BAD, 1, False), (3, 1, False)], -2, 0),
+  ("update", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
+  ("apply", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
+  ("update", {}, [(NAN, 0, False)] * 2, 0, 0),
+  ("apply", {}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
+  ("update", {"every_k": 1}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
+  ("apply", {"reduction": "sum"}, [(EACH, 1, False)] * 2, -56, 0),
+])  # fmt: skip
 def test_all_devices_do_what_one_of_them_asks_for(
   form, options, calls, param, mini_step_number
 ):
@@ -72,14 +69,11 @@ def test_all_devices_do_what_one_of_them_asks_for(
   assert same_on_all(state.has_updated) == (param != 0)
 
 
-@pytest.mark.parametrize(
-  ("form", "every_k", "weighted", "check_vma"),
-  [
-    ("update", 2, True, True),
-    ("apply", 2, False, False),
-    ("update", 1, True, False),
-  ],
-)
+@pytest.mark.parametrize(("form", "every_k", "weighted", "check_vma"), [
+  ("update", 2, True, True),
+  ("apply", 2, False, False),
+  ("update", 1, True, False),
+])  # fmt: skip
 def test_value_and_grad_are_those_of_all_devices(
   form, every_k, weighted, check_vma
 ):
@@ -246,15 +240,12 @@ def assert_one_reduction(report, params, outside):
   assert report.outside == ({"all-reduce": (1, outside)} if outside else {})
 
 
-@pytest.mark.parametrize(
-  ("form", "check_vma", "count", "every_k"),
-  [
-    ("update", True, 8, 3),
-    more("update", False, 2, 3),
-    ("apply", False, 8, 3),
-    ("apply", True, 8, 1),
-  ],
-)
+@pytest.mark.parametrize(("form", "check_vma", "count", "every_k"), [
+  ("update", True, 8, 3),
+  more("update", False, 2, 3),
+  ("apply", False, 8, 3),
+  ("apply", True, 8, 1),
+])  # fmt: skip
 def test_steps_in_shard_map_equal_the_whole_batch(
   form, check_vma, count, every_k
 ):
@@ -282,9 +273,7 @@ def test_steps_in_shard_map_equal_the_whole_batch(
     assert jax.tree.map(jnp.shape, acc_grads) == expected
 
 
-@pytest.mark.parametrize(
-  ("form", "check_vma"), [("update", False), ("apply", True)]
-)
+@pytest.mark.parametrize(("form", "check_vma"), [("update", False), ("apply", True)])  # fmt: skip
 def test_a_skip_on_one_device_in_shard_map_skips_the_call_on_all(
   form, check_vma
 ):
@@ -308,14 +297,11 @@ def test_a_skip_on_one_device_in_shard_map_skips_the_call_on_all(
   assert np.flatnonzero(state.skip_state["should_skip"]).tolist() == [2]
 
 
-@pytest.mark.parametrize(
-  ("form", "every_k", "reduction", "check_vma"),
-  [
-    ("update", 1, "mean", True),
-    ("update", 3, "sum", False),
-    ("apply", 3, "mean", True),
-  ],
-)
+@pytest.mark.parametrize(("form", "every_k", "reduction", "check_vma"), [
+  ("update", 1, "mean", True),
+  ("update", 3, "sum", False),
+  ("apply", 3, "mean", True),
+])  # fmt: skip
 def test_without_weights_calls_and_devices_count_the_same(
   form, check_vma, every_k, reduction
 ):
@@ -410,16 +396,13 @@ def summed(over):
 TWO = ("replica", "data")
 
 
-@pytest.mark.parametrize(
-  ("grads_of", "axes", "leaf", "reduced"),
-  [
-    (shared, "data", r"\w", "'data'"),
-    (zero, "data", "b", "'data'"),
-    (summed("data"), "data", "b", "'data'"),
-    (summed("data"), TWO, "b", "'data'"),
-    (summed(TWO), TWO, "b", "'data', 'replica'"),
-  ],
-)
+@pytest.mark.parametrize(("grads_of", "axes", "leaf", "reduced"), [
+  (shared, "data", r"\w", "'data'"),
+  (zero, "data", "b", "'data'"),
+  (summed("data"), "data", "b", "'data'"),
+  (summed("data"), TWO, "b", "'data'"),
+  (summed(TWO), TWO, "b", "'data', 'replica'"),
+])  # fmt: skip
 def test_a_gradient_that_was_reduced_before_is_refused_by_name(
   grads_of, axes, leaf, reduced
 ):
@@ -525,10 +508,7 @@ def assert_sharded_as(tree, params):
     )
 
 
-@pytest.mark.parametrize(
-  ("form", "kind", "init"),
-  [("apply", AUTO, "eager"), ("update", EXPLICIT, "jit")],
-)
+@pytest.mark.parametrize(("form", "kind", "init"), [("apply", AUTO, "eager"), ("update", EXPLICIT, "jit")])  # fmt: skip
 def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
   mesh = make_mesh(4, 2, kind=kind)
   params = sharded_params(mesh)

@@ -67,34 +67,17 @@ NO_WEIGHT = "it must be 0 or more"
 UNLIKE_THE_STATE = [
   ({"w": PARAMS["w"]}, ValueError, r"updates\['b'\] is missing"),
   ({**PARAMS, "c": PARAMS["b"]}, ValueError, r"\['c'\] is not expected"),
-  (
-    {**PARAMS, "b": jnp.zeros(4)},
-    ValueError,
-    r"updates\['b'\] has shape \(4,\), not \(3,\)",
-  ),
-  (
-    {**PARAMS, "b": jnp.zeros(3, int)},
-    TypeError,
-    r"updates\['b'\] is int32\[3\]; gradients",
-  ),
-  (
-    tuple(PARAMS.values()),
-    ValueError,
-    r"updates\['\w'\] is missing.*parameters that init was",
-  ),
-]
+  ({**PARAMS, "b": jnp.zeros(4)}, ValueError, r"updates\['b'\] has shape \(4,\), not \(3,\)"),
+  ({**PARAMS, "b": jnp.zeros(3, int)}, TypeError, r"updates\['b'\] is int32\[3\]; gradients"),
+  (tuple(PARAMS.values()), ValueError, r"updates\['\w'\] is missing.*parameters that init was"),
+]  # fmt: skip
 KEYWORDS = [
-  (
-    "weight",
-    jnp.ones(2),
-    ValueError,
-    rf"a weight of shape \(2,\).*{NO_SCALAR}",
-  ),
+  ("weight", jnp.ones(2), ValueError, rf"a weight of shape \(2,\).*{NO_SCALAR}"),
   ("weight", -1.0, ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
   ("weight", jnp.float32(-1), ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
   ("weight", float("nan"), ValueError, rf"the weight nan; {NO_WEIGHT}"),
   ("weight", 1j, TypeError, NO_SCALAR),
-]
+]  # fmt: skip
 REFUSED = [
   (built(every_k=0), ValueError, "every_k=0 must be at least 1"),
   (built(every_k=-2), ValueError, "every_k=-2 must be at least 1"),
@@ -105,48 +88,21 @@ REFUSED = [
   (built(every_k=np.ones(2, int)), TypeError, f"every_k=array.* {NO_INT}"),
   (built(inner=optax.adam), TypeError, rf"{CALL_IT} adam\(\.\.\.\)"),
   (built(inner=Optimizer), TypeError, rf"{CALL_IT} Optimizer\(\.\.\.\)"),
-  (
-    built(inner=optax.MultiSteps(SGD, 2)),
-    TypeError,
-    r"an optax\.MultiSteps object.*it wraps",
-  ),
-  (
-    built(inner=0.1),
-    TypeError,
-    r"inner=0\.1 is not an optax\.GradientTransformation: give an optax optimizer",
-  ),
-  (
-    built(inner=(SGD.init, SGD.update)),
-    TypeError,
-    r"build one with optax\.GradientTransformation\(init_fn",
-  ),
-  (
-    built(reduction="max"),
-    ValueError,
-    "reduction='max' must be one of 'mean', 'sum'",
-  ),
+  (built(inner=optax.MultiSteps(SGD, 2)), TypeError, r"an optax\.MultiSteps object.*it wraps"),
+  (built(inner=0.1), TypeError, r"inner=0\.1 is not an optax\.GradientTransformation: give an optax optimizer"),
+  (built(inner=(SGD.init, SGD.update)), TypeError, r"build one with optax\.GradientTransformation\(init_fn"),
+  (built(reduction="max"), ValueError, "reduction='max' must be one of 'mean', 'sum'"),
   (
     started(COMPLEX, accumulator_dtype=jnp.float32),
     TypeError,
     r"accumulator_dtype=float32 would lose the imaginary part of params\['z'\]",
   ),
-  *(
-    (
-      called(every_k, options={"axis_name": "batch"}),
-      NameError,
-      "unbound axis name: batch",
-    )
-    for every_k in (1, 2)
-  ),
+  *((called(every_k, options={"axis_name": "batch"}), NameError, "unbound axis name: batch") for every_k in (1, 2)),
   (passed(optax.MultiSteps(SGD, 2).init(PARAMS)), ValueError, OF_MULTISTEPS),
   (passed(SGD.init(PARAMS), method="apply"), ValueError, f"a tuple {NOT_OURS}"),
   (passed(SGD.init(PARAMS), 1), ValueError, f"is a tuple {NOT_OURS}"),
   (passed(None, 1, "apply"), ValueError, f"is a NoneType {NOT_OURS}"),
-  (
-    passed((STATE, ())),
-    ValueError,
-    r"a tuple .* \(or of the chain that it is in",
-  ),
+  (passed((STATE, ())), ValueError, r"a tuple .* \(or of the chain that it is in"),
   (passed(STATE._asdict()), ValueError, f"is a dict {NOT_OURS}"),
   (chained, ValueError, f"is a str {NOT_OURS}"),  # restored without its types
   (
@@ -166,7 +122,7 @@ REFUSED = [
       (1, 2) * 3, KEYWORDS, strict=False
     )
   ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)

@@ -70,18 +70,14 @@ INSIDE = {
   "partition": optax.partition({"one": ADAM, "other": optax.sgd(0.1)}, LABELS),
   "masked": optax.masked(ADAM, MASK),
   "freeze": optax.chain(ADAM, optax.freeze(MASK)),
-  "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
-    learning_rate=optax.linear_schedule(0.1, 0.0, CYCLES)
-  ),
+  "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, CYCLES)),
   "apply_if_finite": optax.apply_if_finite(ADAM, 3),
   "ema": optax.chain(ADAM, optax.ema(0.9)),
   "accumulate": accumulate(ADAM, 1),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "name", [more(x) if x in ("ema", "freeze") else x for x in INSIDE]
-)
+@pytest.mark.parametrize("name", [more(x) if x in ("ema", "freeze") else x for x in INSIDE])  # fmt: skip
 def test_around_another_wrapper_a_cycle_is_its_step(name):
   actual, state = stream(accumulate(INSIDE[name], K))
   expected, inner_state = whole(INSIDE[name])
@@ -94,23 +90,17 @@ def accumulated(inner):
 
 
 OUTSIDE = {
-  "chain": lambda wrap: optax.chain(
-    wrap(ADAM), optax.scale(0.5), optax.identity()
-  ),
+  "chain": lambda wrap: optax.chain(wrap(ADAM), optax.scale(0.5), optax.identity()),
   "named_chain": lambda wrap: optax.named_chain(("main", wrap(ADAM))),
-  "partition": lambda wrap: optax.partition(
-    {"one": wrap(ADAM), "other": wrap(optax.sgd(0.1))}, LABELS
-  ),
+  "partition": lambda wrap: optax.partition({"one": wrap(ADAM), "other": wrap(optax.sgd(0.1))}, LABELS),
   "masked": lambda wrap: optax.chain(
     optax.masked(wrap(ADAM), MASK),
     optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
   ),
   "freeze": lambda wrap: optax.chain(wrap(ADAM), optax.freeze(MASK)),
-  "inject_hyperparams": lambda wrap: optax.inject_hyperparams(
-    lambda rate: wrap(optax.adam(rate))
-  )(rate=0.1),
+  "inject_hyperparams": lambda wrap: optax.inject_hyperparams(lambda rate: wrap(optax.adam(rate)))(rate=0.1),
   "apply_if_finite": lambda wrap: optax.apply_if_finite(wrap(ADAM), 3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

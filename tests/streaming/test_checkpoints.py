@@ -132,19 +132,15 @@ def linen_train_state():
 
 LOOPS = {
   "accumulate": streaming,
-  "accumulate with skip_fn": functools.partial(
-    streaming, skip_fn=optax.skip_not_finite
-  ),
+  "accumulate with skip_fn": functools.partial(streaming, skip_fn=optax.skip_not_finite),
   "accumulate over devices": streaming_over_devices,
   "make_train_step of accumulate": functools.partial(whole_cycles, every_k=K),
   "TrainState": streaming_train_state,
   "linen_train_step": linen_train_state,
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "loop", [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS]
-)
+@pytest.mark.parametrize("loop", [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS])  # fmt: skip
 def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   held, step = LOOPS[loop]()
   for x in ROWS[: K - 1]:
@@ -174,16 +170,13 @@ def after(tx, calls, params=0.0, state=None):
 SGD = optax.sgd(1.0)
 
 
-@pytest.mark.parametrize(
-  ("before", "calls", "now", "ends_with"),
-  [
-    (5, 4, 3, 5),  # 4 of the 5 were made: the next call ends a cycle of 3
-    (5, 4, lambda _: 2, 5),
-    (3, 2, 5, 5),
-    (lambda _: 4, 2, 3, 3),
-    (4, 2, lambda _: 1, 3),
-  ],
-)
+@pytest.mark.parametrize(("before", "calls", "now", "ends_with"), [
+  (5, 4, 3, 5),  # 4 of the 5 were made: the next call ends a cycle of 3
+  (5, 4, lambda _: 2, 5),
+  (3, 2, 5, 5),
+  (lambda _: 4, 2, 3, 3),
+  (4, 2, lambda _: 1, 3),
+])  # fmt: skip
 def test_restored_under_another_k_nothing_is_lost(
   before, calls, now, ends_with
 ):
@@ -374,10 +367,7 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
   return jax.jit(init)(jnp.float32(0)), step
 
 
-@pytest.mark.parametrize(
-  ("before", "now", "rows_weigh"),
-  [(8, 2, True), (1, 8, False), more(1, 8, True)],
-)
+@pytest.mark.parametrize(("before", "now", "rows_weigh"), [(8, 2, True), (1, 8, False), more(1, 8, True)])  # fmt: skip
 def test_restored_on_other_devices_as_the_docs_say(
   before, now, rows_weigh, tmp_path
 ):
@@ -484,19 +474,16 @@ OF_OTHERS = r"the state is not as init makes it for these parameters\. Restore"
 BROADCAST = ADAM.init({**PARAMS, "b": jnp.ones(1)})  # JAX would step by it
 
 
-@pytest.mark.parametrize(
-  ("form", "every_k", "inner_state", "message"),
-  [
-    ("update", 2, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
-    ("apply", 1, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
-    ("apply", 2, ADAM.init({"w": PARAMS["w"]}), rf"\[0\]\.mu\['b'\] is missing: {OF_OTHERS}"),
-    ("update", 2, ADAM.init({**PARAMS, "c": 0.0}), rf"\[0\]\.mu\['c'\] is not expected: {OF_OTHERS}"),
-    ("apply", 2, SGD.init(PARAMS), rf"\[0\]\.count is missing: {OF_OTHERS}"),
-    ("update", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
-    ("apply", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
-    ("apply", 2, ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"After an update params\['b'\] has shape \(2, 3\)"),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "every_k", "inner_state", "message"), [
+  ("update", 2, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
+  ("apply", 1, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
+  ("apply", 2, ADAM.init({"w": PARAMS["w"]}), rf"\[0\]\.mu\['b'\] is missing: {OF_OTHERS}"),
+  ("update", 2, ADAM.init({**PARAMS, "c": 0.0}), rf"\[0\]\.mu\['c'\] is not expected: {OF_OTHERS}"),
+  ("apply", 2, SGD.init(PARAMS), rf"\[0\]\.count is missing: {OF_OTHERS}"),
+  ("update", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
+  ("apply", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
+  ("apply", 2, ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"After an update params\['b'\] has shape \(2, 3\)"),
+])  # fmt: skip
 def test_the_state_of_another_model_is_refused_by_name(
   form, every_k, inner_state, message
 ):

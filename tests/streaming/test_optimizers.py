@@ -23,34 +23,20 @@ def _optax_promotes():
 # Optimizers whose arguments are more than a learning rate.
 CASES = {
   "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=2),
-  "adamw": lambda: optax.adamw(
-    optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1
-  ),
+  "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1),
   "fromage": lambda: optax.fromage(0.02),
   "noisy_sgd": lambda: optax.noisy_sgd(0.02, key=jax.random.key(0)),
-  "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(
-    0.02
-  ),
-  "contrib.galore": lambda: optax.contrib.galore(
-    0.02, rank=2, update_proj_gap=2
-  ),
+  "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.02),
+  "contrib.galore": lambda: optax.contrib.galore(0.02, rank=2, update_proj_gap=2),
   "contrib.mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.02)),
-  "contrib.normalize": lambda: optax.chain(
-    optax.contrib.normalize(), optax.sgd(0.02)
-  ),
+  "contrib.normalize": lambda: optax.chain(optax.contrib.normalize(), optax.sgd(0.02)),
   "contrib.reduce_on_plateau": lambda: optax.chain(
     optax.sgd(0.02), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5)
   ),
-  "contrib.sam": lambda: optax.contrib.sam(
-    optax.sgd(0.02), optax.sgd(0.05), sync_period=2
-  ),
-  "contrib.schedule_free": lambda: optax.contrib.schedule_free(
-    optax.sgd(0.02), 0.02
-  ),
-  "contrib.split_real_and_imaginary": lambda: (
-    optax.contrib.split_real_and_imaginary(optax.adam(0.02))
-  ),
-}
+  "contrib.sam": lambda: optax.contrib.sam(optax.sgd(0.02), optax.sgd(0.05), sync_period=2),
+  "contrib.schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(0.02), 0.02),
+  "contrib.split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.02)),
+}  # fmt: skip
 
 LEFT_OUT = {
   "dpsgd": "takes one gradient per example",
@@ -119,9 +105,7 @@ def test_the_list_has_what_optax_exports():
 
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
-@pytest.mark.parametrize(
-  "name", [name if name in OF_EACH_KIND else more(name) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else more(name) for name in NAMES])  # fmt: skip
 def test_three_cycles_are_three_steps(name):
   inner, weights = make(name), (1.0, 3.0)
   tx = accumulate(inner, every_k=2)

@@ -31,17 +31,12 @@ def dtypes(tree):
 # An integer, and a leaf that another one widens once that is wider.
 WIDENING = {
   "int": changing(0, lambda s: s + 0.6),
-  "twice": changing(
-    (jnp.ones(3, jnp.bfloat16), jnp.int8(1)),
-    lambda s: (s[0] * s[1], s[1] * jnp.float16(1.5)),
-  ),
-}
+  "twice": changing((jnp.ones(3, jnp.bfloat16), jnp.int8(1)), lambda s: (s[0] * s[1], s[1] * jnp.float16(1.5))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WIDENING)
-@pytest.mark.parametrize(
-  ("every_k", "form"), [(1, "update"), (2, "apply"), (lambda _: 1, "update")]
-)
+@pytest.mark.parametrize(("every_k", "form"), [(1, "update"), (2, "apply"), (lambda _: 1, "update")])  # fmt: skip
 def test_a_state_widens_as_in_optax_alone(name, every_k, form):
   inner = WIDENING[name]
   tx = accumulate(inner, every_k)
@@ -61,9 +56,7 @@ def test_a_state_widens_as_in_optax_alone(name, every_k, form):
     assert dtypes(state.inner_opt_state) == first
 
 
-@pytest.mark.parametrize(
-  ("form", "start"), [("update", jnp.float32), ("apply", jnp.bfloat16)]
-)
+@pytest.mark.parametrize(("form", "start"), [("update", jnp.float32), ("apply", jnp.bfloat16)])  # fmt: skip
 def test_float32_gradients_of_bfloat16_parameters_keep_their_precision(
   form, start
 ):
@@ -113,44 +106,19 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
   assert state.inner_opt_state.sharding.spec == P("data")
 
 
-@pytest.mark.parametrize(
-  ("form", "every_k"), [("update", 2), ("apply", 2), ("apply", 1)]
-)
-@pytest.mark.parametrize(
-  ("before", "after", "message"),
-  [
-    (
-      jnp.zeros(3),
-      lambda s: s[:2],
-      r"After .*_state has shape \(2,\), not \(3,\): the opt",
-    ),
-    (
-      {"a": ONES},
-      lambda s: {"b": s["a"]},
-      r"After an update inner_opt_state\['a'\] is missing",
-    ),
-    (
-      {"a": ONES},
-      lambda s: {**s, "b": ONES},
-      r"After .* inner_opt_state\['b'\] is not expected",
-    ),
-    (
-      [ONES],
-      lambda s: (s[0],),
-      r"After .* inner_opt_state is a PyTree.* and not a PyTree",
-    ),
-    (
-      jax.random.key(0),
-      jax.random.key_data,
-      r"After .*inner_opt_state has shape \(2,\), not \(\)",
-    ),
-    (
-      jax.random.key(0),
-      lambda s: jnp.uint32(0),
-      "key<fry>",  # JAX's own
-    ),
-  ],
-)
+@pytest.mark.parametrize(("form", "every_k"), [("update", 2), ("apply", 2), ("apply", 1)])  # fmt: skip
+@pytest.mark.parametrize(("before", "after", "message"), [
+  (jnp.zeros(3), lambda s: s[:2], r"After .*_state has shape \(2,\), not \(3,\): the opt"),
+  ({"a": ONES}, lambda s: {"b": s["a"]}, r"After an update inner_opt_state\['a'\] is missing"),
+  ({"a": ONES}, lambda s: {**s, "b": ONES}, r"After .* inner_opt_state\['b'\] is not expected"),
+  ([ONES], lambda s: (s[0],), r"After .* inner_opt_state is a PyTree.* and not a PyTree"),
+  (jax.random.key(0), jax.random.key_data, r"After .*inner_opt_state has shape \(2,\), not \(\)"),
+  (
+    jax.random.key(0),
+    lambda s: jnp.uint32(0),
+    "key<fry>",  # JAX's own
+  ),
+])  # fmt: skip
 def test_a_state_that_becomes_another_tree_or_shape_is_refused(
   form, every_k, before, after, message
 ):
@@ -191,15 +159,11 @@ def weighed_step(tx, **options):
 COUNTS = changing(np.int32(0), lambda s: jnp.asarray(s, jnp.float32) + 0.6)
 
 
-@pytest.mark.parametrize(
-  ("tx", "options", "held"),
-  [
-    (COUNTS, {}, lambda state: state),
-    (optax.chain(accumulate(COUNTS, 1), COUNTS), {}, lambda state: state[1]),
-    (accumulate(COUNTS, 1), {}, lambda state: state.inner_opt_state),
-  ],
-  ids=["weights", "chain", "accumulate"],
-)
+@pytest.mark.parametrize(("tx", "options", "held"), [
+  (COUNTS, {}, lambda state: state),
+  (optax.chain(accumulate(COUNTS, 1), COUNTS), {}, lambda state: state[1]),
+  (accumulate(COUNTS, 1), {}, lambda state: state.inner_opt_state),
+], ids=["weights", "chain", "accumulate"])  # fmt: skip
 def test_a_train_step_widens_what_it_is_given(tx, options, held):
   step = weighed_step(tx, **options)
   # It is donated too, though of another dtype than what comes out. Warnings are errors.

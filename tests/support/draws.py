@@ -11,27 +11,14 @@ import numpy as np
 # The first choice is the plainest: it is the default, a line leaves it out, and shrinking tries it.
 # What stands twice is drawn twice as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
-  "entry": (
-    "step",
-    "step",
-    "gradient",
-    "update",
-    "apply",
-    "step+accumulate",
-    "linen",
-  ),
+  "entry": ("step", "step", "gradient", "update", "apply", "step+accumulate", "linen"),
   # "jit": arrays that are sharded over automatic axes, without a word to the library.
   "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
   "devices": (2, 1, 4, 8),
   # Kinds of axes: of "data" alone, of "data" and "model", or of rows over "data" and "fsdp".
   "mesh": (
     *("auto", "explicit", "auto+model", "explicit+model"),
-    *(
-      "auto+explicit model",
-      "explicit+auto model",
-      "auto+fsdp",
-      "explicit+fsdp",
-    ),
+    *("auto+explicit model", "explicit+auto model", "auto+fsdp", "explicit+fsdp"),
   ),
   "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
   # in flax's annotations, which name the axes that `params` says
@@ -54,17 +41,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "empty": (False, True),  # the second cycle holds nothing but padding
   "nan": (False, True),  # some microbatches are not finite
   "aux": (
-    *(
-      "none",
-      "mean",
-      "sum",
-      "max",
-      "min",
-      "last",
-      "stack",
-      "concat",
-      "constant",
-    ),
+    *("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant"),
     *("all", "all", "all", "all", "all"),
   ),
   "carry": (False, True),
@@ -96,7 +73,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "has_weight": (False, True),  # does the loss return a total and its weight?
   # Does the batch come in two calls of `add`, to one cycle or to two that are merged?
   "arrives": (False, *("one cycle", "merged") * 2),
-}
+}  # fmt: skip
 
 _FIELDS = [
   (name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()
@@ -182,26 +159,16 @@ MEANS = {
     )
   ),
   "boxed": lambda d: d.entry == "linen",
-  "opt_state": lambda d: (
-    d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data")
-  ),
+  "opt_state": lambda d: d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data"),
   "placed": lambda d: d.place == "mesh",
   "microbatches": lambda d: not d.streams,
   "tail": lambda d: not d.streams and d.size > 1,
   "every_k": lambda d: d.accumulates,
   "flush": lambda d: d.streams and d.every_k != 1,
-  "loop": lambda d: (
-    d.place == "one" if d.loop == "python" else d.place != "pmap"
-  ),
+  "loop": lambda d: d.place == "one" if d.loop == "python" else d.place != "pmap",
   "wrap": lambda d: d.accumulates and (d.entry != "apply"),
   "differentiable": lambda d: d.accumulates,
-  "uneven": lambda d: (
-    d.accumulates
-    and d.weights != "none"
-    and d.size > 1
-    and not d.tail
-    and d.loop != "scan"
-  ),
+  "uneven": lambda d: d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan",
   "padding": lambda d: d.weights != "none",
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
@@ -222,13 +189,9 @@ MEANS = {
     # Merged cycles begin with one carry, and number their microbatches from 0.
     and not (d.arrives == "merged" and (d.carry or d.key != "none"))
   ),
-  "spread": lambda d: (
-    d.placed and d.mesh in ("auto+model", "explicit+auto model")
-  ),
-  "has_weight": lambda d: (
-    d.weights != "none" and d.reduction == "mean" and not d.streams
-  ),
-}
+  "spread": lambda d: d.placed and d.mesh in ("auto+model", "explicit+auto model"),
+  "has_weight": lambda d: d.weights != "none" and d.reduction == "mean" and not d.streams,
+}  # fmt: skip
 
 # What cannot work, or cannot be compared closely.
 REFUSED = {

@@ -80,23 +80,16 @@ DRAWN = {
   ),
   "lion": lambda: optax.lion(0.05),
   "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-  "partition": lambda: optax.partition(
-    {"a": optax.adam(0.1, eps=1e-2), "s": optax.sgd(0.1)}, GROUPS
-  ),
+  "partition": lambda: optax.partition({"a": optax.adam(0.1, eps=1e-2), "s": optax.sgd(0.1)}, GROUPS),
   "masked": lambda: optax.chain(
     optax.masked(
       optax.add_decayed_weights(0.1), {"w": True, "b": False, "scale": False}
     ),
     optax.sgd(0.2),
   ),
-  "inject": lambda: optax.inject_hyperparams(optax.adam)(
-    optax.linear_schedule(0.1, 0.01, 3), eps=1e-2
-  ),
+  "inject": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3), eps=1e-2),
   "lbfgs": lambda: optax.lbfgs(),
   "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.5),
-  "linesearch": lambda: optax.chain(
-    optax.sgd(1.0),
-    optax.scale_by_backtracking_linesearch(max_backtracking_steps=12),
-  ),
-}
+  "linesearch": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=12)),
+}  # fmt: skip
 GROUPS = {"w": "a", "b": "s", "scale": "s"}

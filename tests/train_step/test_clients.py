@@ -124,16 +124,12 @@ CLIENTS["EMA"] = Client(
 SPEECH = [
   {
     "x": normal(ROWS, 6, WIDTH),
-    "logit": (np.arange(6)[None] >= RNG.integers(4, 7, (ROWS, 1))).astype(
-      float
-    ),
+    "logit": (np.arange(6)[None] >= RNG.integers(4, 7, (ROWS, 1))).astype(float),
     "labels": RNG.integers(1, 3, (ROWS, 2)),
-    "label": (np.arange(2)[None] >= RNG.integers(1, 3, (ROWS, 1))).astype(
-      float
-    ),
+    "label": (np.arange(2)[None] >= RNG.integers(1, 3, (ROWS, 1))).astype(float),
   }
   for _ in range(3)
-]
+]  # fmt: skip
 
 
 def ctc(params, batch):

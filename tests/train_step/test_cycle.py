@@ -82,17 +82,14 @@ def total_and_weight(params, batch):
 
 
 @pytest.mark.parametrize("arrive", [added, merged])
-@pytest.mark.parametrize(
-  ("mesh", "spec", "options"),
-  [
-    ("one device", P(), {"in_place": True}),
-    ("one device", P(), {"has_weight": True}),
-    ("8 devices", P(), SKIPPING),
-    ("8 devices", P("data"), {"has_weight": True}),
-    ("2 axes", P("data"), {}),
-    ("2 axes", P(), {"in_place": True}),
-  ],
-)
+@pytest.mark.parametrize(("mesh", "spec", "options"), [
+  ("one device", P(), {"in_place": True}),
+  ("one device", P(), {"has_weight": True}),
+  ("8 devices", P(), SKIPPING),
+  ("8 devices", P("data"), {"has_weight": True}),
+  ("2 axes", P("data"), {}),
+  ("2 axes", P(), {"in_place": True}),
+])  # fmt: skip
 def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):
   shape = MESHES[mesh]
   if "in_place" in options and jax.__version_info__ < (0, 10):
@@ -401,106 +398,77 @@ def narrow(params):
   return params | {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
 
 
-@pytest.mark.parametrize(
-  ("error", "match", "use"),
-  [
-    (
-      TypeError,
-      "^add got a dict as cycle: pass what begin",
-      lambda step, params, state, batch: step.add(params, batch),
+@pytest.mark.parametrize(("error", "match", "use"), [
+  (TypeError, "^add got a dict as cycle: pass what begin", lambda step, params, state, batch: step.add(params, batch)),
+  (
+    ValueError,
+    "batch_argnums names argument 1 of the function, to which this call gives 1 pos",
+    lambda step, params, state, batch: step.add(step.begin(params), params),
+  ),
+  (TypeError, "^finish got a dict as cycle", lambda step, params, state, batch: step.finish(state, state, params)),
+  (
+    ValueError,
+    "has type float32.8., not float32.4.: the cycle is of another step, of",
+    lambda step, params, state, batch: step.add(begun(step, params, batch), narrow(params), batch),
+  ),
+  (
+    ValueError,
+    "cycle.grads.'b'. is not expected: the cycle is of another step, of",
+    lambda step, params, state, batch: step.finish({"w": params["w"]}, state, begun(step, params, batch)),
+  ),
+  (
+    ValueError,
+    "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
+    lambda step, params, state, batch: step.finish(params | {"b": jnp.zeros(4)}, state, begun(step, params, batch)),
+  ),
+  (
+    ValueError,
+    "cycle.* of another",
+    lambda step, params, state, batch: step.merge(begun(step, params, batch), begun(step, narrow(params), batch)),
+  ),
+  (
+    ValueError,
+    "merge got one cycle twice: a cycle is used once",
+    lambda step, params, state, batch: step.merge(*2 * [begun(step, params, batch)]),
+  ),
+  (
+    ValueError,
+    r"sums of \(\) devices, and the step of \(8,\): with mesh= each device has",
+    lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(begun(step, params, batch), params, batch),
+  ),
+  (
+    ValueError,
+    r"sums of \(8,\) devices, and the step of \(\): with mesh= .* on as many",
+    lambda step, params, state, batch: step.finish(params, state, begun(made(mesh=make_mesh(8))[0], params, batch)),
+  ),
+  (
+    RuntimeError,
+    "params.'b'. has been deleted: an earlier step updated",
+    lambda step, params, state, batch: step.add(step.begin(params), deleted(params), batch),
+  ),
+  (
+    TypeError,
+    "is in the place of the parameters: the order is .* finish.params, opt_state, c",
+    lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
+      optax.adam(0.1).init(params), params, begun(step, params, batch)
     ),
-    (
-      ValueError,
-      "batch_argnums names argument 1 of the function, to which this call gives 1 pos",
-      lambda step, params, state, batch: step.add(step.begin(params), params),
-    ),
-    (
-      TypeError,
-      "^finish got a dict as cycle",
-      lambda step, params, state, batch: step.finish(state, state, params),
-    ),
-    (
-      ValueError,
-      "has type float32.8., not float32.4.: the cycle is of another step, of",
-      lambda step, params, state, batch: step.add(
-        begun(step, params, batch), narrow(params), batch
-      ),
-    ),
-    (
-      ValueError,
-      "cycle.grads.'b'. is not expected: the cycle is of another step, of",
-      lambda step, params, state, batch: step.finish(
-        {"w": params["w"]}, state, begun(step, params, batch)
-      ),
-    ),
-    (
-      ValueError,
-      "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
-      lambda step, params, state, batch: step.finish(
-        params | {"b": jnp.zeros(4)}, state, begun(step, params, batch)
-      ),
-    ),
-    (
-      ValueError,
-      "cycle.* of another",
-      lambda step, params, state, batch: step.merge(
-        begun(step, params, batch), begun(step, narrow(params), batch)
-      ),
-    ),
-    (
-      ValueError,
-      "merge got one cycle twice: a cycle is used once",
-      lambda step, params, state, batch: step.merge(
-        *2 * [begun(step, params, batch)]
-      ),
-    ),
-    (
-      ValueError,
-      r"sums of \(\) devices, and the step of \(8,\): with mesh= each device has",
-      lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(
-        begun(step, params, batch), params, batch
-      ),
-    ),
-    (
-      ValueError,
-      r"sums of \(8,\) devices, and the step of \(\): with mesh= .* on as many",
-      lambda step, params, state, batch: step.finish(
-        params, state, begun(made(mesh=make_mesh(8))[0], params, batch)
-      ),
-    ),
-    (
-      RuntimeError,
-      "params.'b'. has been deleted: an earlier step updated",
-      lambda step, params, state, batch: step.add(
-        step.begin(params), deleted(params), batch
-      ),
-    ),
-    (
-      TypeError,
-      "is in the place of the parameters: the order is .* finish.params, opt_state, c",
-      lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
-        optax.adam(0.1).init(params), params, begun(step, params, batch)
-      ),
-    ),
-    (
-      TypeError,
-      "^batch is of type object and no array: leave it",
-      lambda step, params, state, batch: step.add(
-        step.begin(params), params, object()
-      ),
-    ),
-    (
-      ValueError,
-      "inside pmap or shard_map over .*microbatch_value_and_grad",
-      lambda step, params, state, batch: jax.shard_map(
-        lambda x: begun(step, params, {"x": x, "mask": x[:, 0]}).total_weight,
-        mesh=make_mesh(8),
-        in_specs=P("data"),
-        out_specs=P(),
-      )(jnp.ones((64, 8))),
-    ),
-  ],
-)
+  ),
+  (
+    TypeError,
+    "^batch is of type object and no array: leave it",
+    lambda step, params, state, batch: step.add(step.begin(params), params, object()),
+  ),
+  (
+    ValueError,
+    "inside pmap or shard_map over .*microbatch_value_and_grad",
+    lambda step, params, state, batch: jax.shard_map(
+      lambda x: begun(step, params, {"x": x, "mask": x[:, 0]}).total_weight,
+      mesh=make_mesh(8),
+      in_specs=P("data"),
+      out_specs=P(),
+    )(jnp.ones((64, 8))),
+  ),
+])  # fmt: skip
 def test_what_is_no_cycle_of_this_step_is_refused(error, match, use):
   step, params, state, batch, _ = made()
   with pytest.raises(error, match=match):
@@ -563,13 +531,10 @@ def test_the_carry_is_in_the_cycle_and_nowhere_else():
     step.add(cycle, params, batch, jnp.int32(0))
 
 
-@pytest.mark.parametrize(
-  ("words", "match"),
-  [
-    ("stack", "aux_reduction is 'stack'"),
-    ({"x": "concat"}, r"\['x'\] is 'concat'"),
-  ],
-)
+@pytest.mark.parametrize(("words", "match"), [
+  ("stack", "aux_reduction is 'stack'"),
+  ({"x": "concat"}, r"\['x'\] is 'concat'"),
+])  # fmt: skip
 def test_what_needs_all_microbatches_at_once_is_refused(words, match):
   step, params, *_ = made(has_aux=True, aux_reduction=words)
   with pytest.raises(ValueError, match=match):

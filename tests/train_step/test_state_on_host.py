@@ -82,16 +82,12 @@ def in_place(tx, mesh=None, of_params=WHOLE, of_state=WHOLE):
   return devices.put(PARAMS, mesh, of_params), scalars
 
 
-@pytest.mark.parametrize(
-  ("kind", "of_params", "of_state", "weight_fn"),
-  [
-    (None, WHOLE, WHOLE, None),
-    (None, WHOLE, WHOLE, positive),
-    (devices.AUTO, WHOLE, SHARDS, positive),
-    (EXPLICIT, SHARDS, SHARDS, positive),
-  ],
-  ids=["one device", "weighted", "ZeRO-1", "explicit"],
-)
+@pytest.mark.parametrize(("kind", "of_params", "of_state", "weight_fn"), [
+  (None, WHOLE, WHOLE, None),
+  (None, WHOLE, WHOLE, positive),
+  (devices.AUTO, WHOLE, SHARDS, positive),
+  (EXPLICIT, SHARDS, SHARDS, positive),
+], ids=["one device", "weighted", "ZeRO-1", "explicit"])  # fmt: skip
 def test_steps_are_those_of_the_optimizer(kind, of_params, of_state, weight_fn):
   mesh = None
   if kind is not None:
@@ -146,22 +142,15 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
     assert state[0].nu[name].sharding.spec == spec
 
 
-@pytest.mark.parametrize(
-  ("wrapped", "plain"),
-  [
-    (
-      lambda tx: optax.chain(optax.clip_by_global_norm(0.5), state_on_host(tx)),
-      lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
-    ),
-    (
-      lambda tx: state_on_host(optax.apply_if_finite(tx, 3)),
-      lambda tx: optax.apply_if_finite(tx, 3),
-    ),
-    (lambda tx: state_on_host(with_loss_elsewhere(tx)), with_loss_elsewhere),
-    (lambda tx: accumulate(state_on_host(tx), 2), lambda tx: accumulate(tx, 2)),
-  ],
-  ids=["in a chain", "around", "value_fn", "in accumulate"],
-)
+@pytest.mark.parametrize(("wrapped", "plain"), [
+  (
+    lambda tx: optax.chain(optax.clip_by_global_norm(0.5), state_on_host(tx)),
+    lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
+  ),
+  (lambda tx: state_on_host(optax.apply_if_finite(tx, 3)), lambda tx: optax.apply_if_finite(tx, 3)),
+  (lambda tx: state_on_host(with_loss_elsewhere(tx)), with_loss_elsewhere),
+  (lambda tx: accumulate(state_on_host(tx), 2), lambda tx: accumulate(tx, 2)),
+], ids=["in a chain", "around", "value_fn", "in accumulate"])  # fmt: skip
 def test_within_and_around_others(wrapped, plain):
   tx = optax.adam(1e-2)
   actual = trained(relaxed(wrapped(tx)), in_place, weight_fn=positive)

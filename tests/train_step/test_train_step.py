@@ -164,21 +164,15 @@ def test_a_line_search_of_several_calls_is_refused():
 HALF = optax_accum.accumulate(optax.sgd(0.1), 2)
 
 
-@pytest.mark.parametrize(
-  ("tx", "expected"),
-  [
-    (optax_accum.accumulate(HALF, 2), [False, False, False, True]),
-    (optax.chain(HALF, optax.identity()), [False, True, False, True]),
-    (
-      optax.partition(
-        {"all": HALF, "none": optax_accum.accumulate(optax.sgd(0.1), 3)}, "all"
-      ),
-      [False, True, False, True],
-    ),
-    (optax.sgd(0.1), [True] * 4),
-  ],
-  ids=["nested", "in a chain", "labels of nothing", "none"],
-)
+@pytest.mark.parametrize(("tx", "expected"), [
+  (optax_accum.accumulate(HALF, 2), [False, False, False, True]),
+  (optax.chain(HALF, optax.identity()), [False, True, False, True]),
+  (
+    optax.partition({"all": HALF, "none": optax_accum.accumulate(optax.sgd(0.1), 3)}, "all"),
+    [False, True, False, True],
+  ),
+  (optax.sgd(0.1), [True] * 4),
+], ids=["nested", "in a chain", "labels of nothing", "none"])  # fmt: skip
 @pytest.mark.parametrize("weight_fn", [None, lambda batch: jnp.sum(batch["x"])])
 def test_stepped_is_whether_parameters_move(
   tx, expected, weight_fn, usual_promotion
@@ -261,9 +255,7 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
     chex.assert_tree_all_finite((new, metrics))
 
 
-everywhere = pytest.mark.parametrize(
-  "mesh", [None, make_mesh(8)], ids=["alone", "mesh"]
-)
+everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])  # fmt: skip
 # Where arguments are placed, and whether they are given away.
 placed = pytest.mark.parametrize(
   ("mesh", "donate"),
@@ -420,20 +412,14 @@ def test_arguments_of_the_loss_may_have_any_name(name):
   assert (float(w), float(metrics["loss"])) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize(
-  ("loss", "names"),
-  [
-    (lambda w, x, rate: w, ["params", "opt_state", "x", "rate"]),
-    (lambda *args: args, ["params", "opt_state", "args"]),
-    (lambda **named: named, ["params", "opt_state", "named"]),
-    (lambda w, *, x: w, ["params", "opt_state", "x"]),
-    (lambda w, params: w, ["params", "opt_state", "args", "kwargs"]),
-    (
-      functools.partial(lambda rate, w, x: w, 0.1),
-      ["params", "opt_state", "x"],
-    ),
-  ],
-)
+@pytest.mark.parametrize(("loss", "names"), [
+  (lambda w, x, rate: w, ["params", "opt_state", "x", "rate"]),
+  (lambda *args: args, ["params", "opt_state", "args"]),
+  (lambda **named: named, ["params", "opt_state", "named"]),
+  (lambda w, *, x: w, ["params", "opt_state", "x"]),
+  (lambda w, params: w, ["params", "opt_state", "args", "kwargs"]),
+  (functools.partial(lambda rate, w, x: w, 0.1), ["params", "opt_state", "x"]),
+])  # fmt: skip
 def test_a_step_has_the_signature_of_its_loss(loss, names):
   step = optax_accum.make_train_step(loss, optax.sgd(0.1), num_microbatches=2)
   assert list(inspect.signature(step).parameters) == names
