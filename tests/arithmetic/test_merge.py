@@ -190,12 +190,8 @@ def a_and_b(x):
 @pytest.mark.parametrize(("fun", "merge", "error", "match"), [
   (a_and_b, lambda a, b: {"a": a["a"] + b["a"]}, ValueError, r"\(a, b\) returned output\['b'\] is missing: return"),
   (jnp.mean, lambda a, b: (a + b)[None], ValueError, r"output has type float32\[1\], not float32\[\]: return"),
-  (
-    jnp.mean,
-    lambda a, b: (a + b).astype(jnp.float16),
-    ValueError,
-    r"output has type float16\[\], not float32\[\]: return",
-  ),
+  (jnp.mean, lambda a, b: (a + b).astype(jnp.float16), ValueError,
+    r"output has type float16\[\], not float32\[\]: return"),
   (a_and_b, {"a": operator.add}, ValueError, "not a prefix tree of the outputs"),
 ])  # fmt: skip
 def test_a_merge_that_does_not_fit_is_refused(fun, merge, error, match):

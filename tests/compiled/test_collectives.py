@@ -472,14 +472,10 @@ def test_the_devices_that_exchange_are_named(written, groups):
     ("  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)", {"ragged-all-to-all": (1, 128)}),
     ("  ROOT %r = f32[0,5]{1,0} all-gather(%p)", {"all-gather": (1, 0)}),
     # What may run it: both spellings of a conditional, calls, custom calls. Not a reducer.
-    (
-      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), branch_computations={%wrapped, %wrapped}",
-      {"all-to-all": (2, 32)},
-    ),
-    (
-      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), true_computation=%wrapped, false_computation=%add",
-      {"all-to-all": (1, 16)},
-    ),
+    ("  ROOT %r = f32[4]{0} conditional(%i, %p, %p), branch_computations={%wrapped, %wrapped}",
+      {"all-to-all": (2, 32)}),
+    ("  ROOT %r = f32[4]{0} conditional(%i, %p, %p), true_computation=%wrapped, false_computation=%add",
+      {"all-to-all": (1, 16)}),
     ("  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped", {"all-to-all": (1, 16)}),
     (
       "  %s = ((f32[4]{0}), f32[4]{0}, u32[]) call-start(%p), to_apply=%wrapped\n"
@@ -487,10 +483,8 @@ def test_the_devices_that_exchange_are_named(written, groups):
       {"all-to-all": (1, 16)},
     ),
     ("  ROOT %r = f32[4]{0} map(%p), to_apply=%wrapped", {}),
-    (
-      '  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T", called_computations={%wrapped}',
-      {"all-to-all": (1, 16)},
-    ),
+    ('  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T", called_computations={%wrapped}',
+      {"all-to-all": (1, 16)}),
     # Text that only looks like it.
     ('  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}', {}),
     ('  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"', {}),

@@ -30,11 +30,8 @@ BESIDE = SHARDED.blocks("Beside tensor parallelism")
 # What runs, how moments are sharded then, and how many gradients are scattered to them.
 @pytest.mark.parametrize(("code", "specs", "scattered"), [
   ([IN_SHARDS], {"embed": P("data"), "layers": P("data"), "out": P("data"), "bias": P()}, 3),
-  (
-    [IN_SHARDS, *BESIDE],
-    {"embed": P("data", "model"), "layers": P("data", None, "model"), "out": P("model"), "bias": P()},
-    2,
-  ),
+  ([IN_SHARDS, *BESIDE],
+    {"embed": P("data", "model"), "layers": P("data", None, "model"), "out": P("model"), "bias": P()}, 2),
 ], ids=["alone", "beside tensor parallelism"])  # fmt: skip
 def test_a_state_in_shards_ends_as_whole_batches_do(code, specs, scattered):
   with jax.enable_x64(True):

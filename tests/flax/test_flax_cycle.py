@@ -233,15 +233,11 @@ def test_what_is_in_another_order_is_refused(match, use):
 
 
 @pytest.mark.parametrize(("match", "use"), [
-  (
-    "state is a Cycle; linen_train_step takes a flax TrainState",
-    lambda step, state: step.finish(step.begin(state), state),
-  ),
+  ("state is a Cycle; linen_train_step takes a flax TrainState",
+    lambda step, state: step.finish(step.begin(state), state)),
   ("takes 3 positional arguments but 4 were given", lambda step, state: step.finish(state, step.begin(state), 0)),
-  (
-    "missing 1 required positional argument: 'scale'",
-    lambda step, state: step.add(step.begin(state), state, np.ones((2, 4))),
-  ),
+  ("missing 1 required positional argument: 'scale'",
+    lambda step, state: step.add(step.begin(state), state, np.ones((2, 4)))),
 ])  # fmt: skip
 def test_linen_refuses_another_order(match, use):
   def loss_fn(variables, batch, rngs, scale):

@@ -66,41 +66,21 @@ def norm(**stats):
   ((GOOD, 1.0), STATS_ALONE, TypeError, r"a tuple: .* \(loss, updates\)"),
   (((GOOD, 1.0),), STATS_ALONE, ValueError, MEAN + " is missing"),
   ((GOOD,), {}, TypeError, "The loss is a tuple.* pass has_aux=True"),
-  (
-    (),
-    {"has_weight": True},
-    TypeError,
-    r"a single value; with has_weight=True it must return \(total, weight\) in the place",
-  ),
+  ((), {"has_weight": True}, TypeError,
+    r"a single value; with has_weight=True it must return \(total, weight\) in the place"),
   ((), {"has_aux": True}, TypeError, r"has_aux=True .* return \(loss, aux\)"),
-  (
-    ((GOOD, {"each": jnp.ones(12)}),),
-    WITH_AUX,
-    ValueError,
-    r"aux\['each'\] has .* rows, as many as a microbatch.* give \"concat\"",
-  ),
+  (((GOOD, {"each": jnp.ones(12)}),), WITH_AUX, ValueError,
+    r"aux\['each'\] has .* rows, as many as a microbatch.* give \"concat\""),
   (({},), STATS_ALONE, ValueError, MEAN + " is missing: return the same"),
   ((1.0,), STATS_ALONE, ValueError, MEAN + " is missing"),
-  (
-    ({**GOOD, "cache": {"key": jnp.ones(2)}},),
-    STATS_ALONE,
-    ValueError,
-    r"returned state\.cache\['key'\] is not expected",
-  ),
-  (
-    (norm(mean=jnp.zeros(2), var=jnp.ones(2)),),
-    STATS_ALONE,
-    ValueError,
-    r"state\.batch_stats\['norm'\]\['var'\] is not expected: return",
-  ),
+  (({**GOOD, "cache": {"key": jnp.ones(2)}},), STATS_ALONE, ValueError,
+    r"returned state\.cache\['key'\] is not expected"),
+  ((norm(mean=jnp.zeros(2), var=jnp.ones(2)),), STATS_ALONE, ValueError,
+    r"state\.batch_stats\['norm'\]\['var'\] is not expected: return"),
   (({"batch_stats": {}},), STATS_ALONE, ValueError, MEAN + " is missing"),
   ((norm(mean=jnp.zeros(3)),), STATS_ALONE, ValueError, MEAN + r" has type float32\[3\], not float32\[2\]: "),
-  (
-    (norm(mean=jnp.zeros(2, jnp.bfloat16)),),
-    STATS_ALONE,
-    ValueError,
-    MEAN + r" has type bfloat16\[2\], not float32\[2\]: ",
-  ),
+  ((norm(mean=jnp.zeros(2, jnp.bfloat16)),), STATS_ALONE, ValueError,
+    MEAN + r" has type bfloat16\[2\], not float32\[2\]: "),
 ])  # fmt: skip
 def test_what_the_loss_must_not_return_is_named(
   returned, options, error, match
@@ -119,36 +99,16 @@ FP8 = {"params": {"w": 1.0}, "_overwrite_with_gradient": {"amax": 1.0}}
 
 @pytest.mark.parametrize(("make", "options", "error", "match"), [
   (lambda: {"w": 1.0}, {}, TypeError, "state is a dict; linen_train_step takes a flax TrainState"),
-  (
-    lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)),
-    {},
-    TypeError,
-    r"state\.tx is an optax\.MultiSteps.*takes that optimizer; a loop",
-  ),
-  (
-    lambda: make_state(train_state.TrainState),
-    STATS_ALONE,
-    AttributeError,
-    "'TrainState' object has no attribute 'batch_stats'",
-  ),
-  (
-    lambda: make_state(Scaled, scale=dynamic_scale.DynamicScale()),
-    {},
-    ValueError,
-    r"state\.scale is a DynamicScale, which linen_train_step does not use: .*microbatch",
-  ),
-  (
-    lambda: make_state(params=jax.tree.map(jnp.float32, FP8)),
-    {},
-    TypeError,
-    r"state\.params\['_overwrite_with_gradient'\]\['amax'\] is one of .* no mean over",
-  ),
-  (
-    lambda: make_state().replace(params={"w": jnp.int32(1)}),
-    {},
-    TypeError,
-    r"state\.params\['w'\] has dtype int32 and cannot be differentiated",
-  ),
+  (lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)), {}, TypeError,
+    r"state\.tx is an optax\.MultiSteps.*takes that optimizer; a loop"),
+  (lambda: make_state(train_state.TrainState), STATS_ALONE, AttributeError,
+    "'TrainState' object has no attribute 'batch_stats'"),
+  (lambda: make_state(Scaled, scale=dynamic_scale.DynamicScale()), {}, ValueError,
+    r"state\.scale is a DynamicScale, which linen_train_step does not use: .*microbatch"),
+  (lambda: make_state(params=jax.tree.map(jnp.float32, FP8)), {}, TypeError,
+    r"state\.params\['_overwrite_with_gradient'\]\['amax'\] is one of .* no mean over"),
+  (lambda: make_state().replace(params={"w": jnp.int32(1)}), {}, TypeError,
+    r"state\.params\['w'\] has dtype int32 and cannot be differentiated"),
 ])  # fmt: skip
 def test_states_that_cannot_be_stepped_are_named(make, options, error, match):
   step = linen_train_step(returning(), num_microbatches=2, **options)

@@ -489,20 +489,10 @@ class Clipped(nnx.Optimizer):
   (loss_fn, {}, lambda model, optimizer: (optimizer, model), TypeError, OPTIMIZER.format("Model")),
   (loss_fn, {}, lambda model, optimizer: ({}, optimizer), TypeError, MODEL.format("dict")),
   (loss_fn, {}, lambda model, optimizer: (model, ADAM), TypeError, OPTIMIZER.format(r"GradientTransf\w+")),
-  (
-    loss_fn,
-    {},
-    lambda model, _: make(model, optax.MultiSteps(ADAM, 2)),
-    TypeError,
-    r"optimizer\.tx is an optax\.MultiSteps",
-  ),
-  (
-    loss_fn,
-    {},
-    lambda model, _: (model, Clipped(model, ADAM, wrt=nnx.Param)),
-    TypeError,
-    r"Clipped has a method update that flax has not .*chain\(change, tx\)",
-  ),
+  (loss_fn, {}, lambda model, _: make(model, optax.MultiSteps(ADAM, 2)), TypeError,
+    r"optimizer\.tx is an optax\.MultiSteps"),
+  (loss_fn, {}, lambda model, _: (model, Clipped(model, ADAM, wrt=nnx.Param)), TypeError,
+    r"Clipped has a method update that flax has not .*chain\(change, tx\)"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_to_write(
   loss, options, change, error, match

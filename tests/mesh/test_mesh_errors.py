@@ -49,27 +49,15 @@ ONES = np.ones(64, np.float32)
 # A call, the error, and what it says.
 REFUSED = [
   (made(make_mesh(8), data_axis="rows"), ValueError, r"data_axis='rows' is no axis of the mesh.*'data'"),
-  (
-    made(make_mesh(2, 4, **TWO), data_axis=("data", "model")),
-    ValueError,
-    r"data_axis='model' is no axis of the mesh.*'data', 'fsdp'",
-  ),
-  (
-    made(make_mesh(2, 4, axes=("replica", "fsdp"))),
-    ValueError,
-    r"'data' is no axis of the mesh, which has \('replica', 'fs",
-  ),
+  (made(make_mesh(2, 4, **TWO), data_axis=("data", "model")), ValueError,
+    r"data_axis='model' is no axis of the mesh.*'data', 'fsdp'"),
+  (made(make_mesh(2, 4, axes=("replica", "fsdp"))), ValueError,
+    r"'data' is no axis of the mesh, which has \('replica', 'fs"),
   (made(make_mesh(8), axis_name="data"), TypeError, "axis_name"),
-  (
-    called(make_mesh(8), ONES[:60], num_microbatches=4),
-    ValueError,
-    "60 rows, which the 8 devices .* use 32 or 64 rows",
-  ),
-  (
-    called(make_mesh(4, 2, **TWO), ONES[:28], data_axis=TWO["axes"], num_microbatches=2),
-    ValueError,
-    r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32",
-  ),
+  (called(make_mesh(8), ONES[:60], num_microbatches=4), ValueError,
+    "60 rows, which the 8 devices .* use 32 or 64 rows"),
+  (called(make_mesh(4, 2, **TWO), ONES[:28], data_axis=TWO["axes"], num_microbatches=2), ValueError,
+    r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32"),
   (called(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
   (called(make_mesh(8), ONES, microbatch_size=12), ValueError, "microbatch_size=12 .* use 8 or 16"),
   *(
@@ -81,11 +69,8 @@ REFUSED = [
     for mesh in (None, make_mesh(8), make_mesh(8, kind=EXPLICIT))
     for number in (1.0, np.float32(1))
   ),
-  (
-    called(make_mesh(2), np.ones(8, np.complex64), np.complex64(1), num_microbatches=2, accumulator_dtype=jnp.float32),
-    TypeError,
-    "imaginary part of grads",
-  ),
+  (called(make_mesh(2), np.ones(8, np.complex64), np.complex64(1), num_microbatches=2, accumulator_dtype=jnp.float32),
+    TypeError, "imaginary part of grads"),
   (
     mapped(make_mesh(8), ONES[:60]),
     ValueError,
@@ -93,11 +78,8 @@ REFUSED = [
     r" weight_fn, or the weight that a loss returns \(has_weight\), counts as 0",
   ),
   (mapped(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
-  (
-    mapped(make_mesh(8), ONES, axis_name="data"),
-    ValueError,
-    "axis_name='data' is for .* inside .*: give one of the two",
-  ),
+  (mapped(make_mesh(8), ONES, axis_name="data"), ValueError,
+    "axis_name='data' is for .* inside .*: give one of the two"),
   (mapped(make_mesh(8), ONES, data_axis="rows"), ValueError, "data_axis='rows' is no axis of the mesh"),
 ]  # fmt: skip
 

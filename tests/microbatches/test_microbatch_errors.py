@@ -52,11 +52,8 @@ OPTIONS = [
   ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
   ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
   ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
-  (
-    {"num_microbatches": 4},
-    ValueError,
-    r"does not divide the 6 rows of argument 1: use one of \[1, 2, 3, 6\], or microbatch_size=2",
-  ),
+  ({"num_microbatches": 4}, ValueError,
+    r"does not divide the 6 rows of argument 1: use one of \[1, 2, 3, 6\], or microbatch_size=2"),
   ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
   ({"batch_argnums": "batch"}, ValueError, "batch_argnums names argument 'batch' .*keyword"),
   ({"rng_argnums": 2}, ValueError, "rng_argnums names argument 2"),
@@ -75,11 +72,8 @@ OPTIONS = [
   ({"weight_fn": lambda b: None}, TypeError, "weight None; it must be a real scalar"),
   ({"has_weight": True}, TypeError, r"a single value; with has_weight=True it must return \(total, weight\)"),
   ({"has_weight": True, "has_aux": True}, TypeError, r"a single value; with has_aux=True it must return \(loss, aux\)"),
-  (
-    {"has_weight": True, "weight_fn": len},
-    ValueError,
-    "has_weight=True .*, and weight_fn counts it a second time: leave one",
-  ),
+  ({"has_weight": True, "weight_fn": len}, ValueError,
+    "has_weight=True .*, and weight_fn counts it a second time: leave one"),
   ({"has_weight": True, "reduction": "sum"}, ValueError, 'has_weight=True .*, and reduction="sum" does not: leave one'),
   ({"has_aux": True}, TypeError, r"a single value; with has_aux=True it must return \(loss, aux\)"),
 ]  # fmt: skip
@@ -114,11 +108,8 @@ WEIGHTS = [
 ]  # fmt: skip
 # Reductions of the aux of `with_aux`.
 AUX = [
-  (
-    "mean",
-    TypeError,
-    r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it.*, \"stack\" or \"concat\", in",
-  ),
+  ("mean", TypeError,
+    r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it.*, \"stack\" or \"concat\", in"),
   ({"count": "sum", "ok": "mean", "mean": "mean"}, TypeError, r"aux\['ok'\] has dtype bool"),
   (
     {"count": "sum", "mean": "mean"},
@@ -126,11 +117,8 @@ AUX = [
     r"(?sm)aux_reduction=\{'count': 'sum', 'mean': 'mean'\} is not a prefix tree of the outputs:"
     r" give one name for all, or a tree with a name for each.*aux_reduction\n.*\bok\b",
   ),
-  (
-    {"count": {"a": "sum"}, "ok": "max", "mean": "mean", "median": "mean"},
-    ValueError,
-    r"(?sm)is not a prefix tree of the outputs: .*\bmedian\b",
-  ),
+  ({"count": {"a": "sum"}, "ok": "max", "mean": "mean", "median": "mean"}, ValueError,
+    r"(?sm)is not a prefix tree of the outputs: .*\bmedian\b"),
   (["sum", "max"], ValueError, r"=\['sum', 'max'\] is not a prefix tree .* error: diff"),
   ("concat", ValueError, r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows"),
 ]  # fmt: skip
@@ -161,20 +149,10 @@ REFUSED = [
   *((loss_fn, (PARAMS, batch), {}, ValueError, match) for batch, match in BATCHES),
   *((fun, USUAL, {"num_microbatches": 1 + i % 2}, TypeError, match) for i, (fun, match) in enumerate(LOSSES)),
   *((weighing(weight), USUAL, {"has_weight": True}, error, match) for weight, error, match in WEIGHTS),
-  (
-    lambda p, b: (jnp.sum(b["y"] > 0), loss_fn(p, b)),
-    USUAL,
-    {"has_weight": True},
-    TypeError,
-    r"The loss has .* dtype int32; .* return \(total, weight\), in this order",
-  ),
-  (
-    lambda p, b: (b["y"] * 1.0, 4.0),
-    USUAL,
-    {"has_weight": True},
-    TypeError,
-    "must be a real scalar: with has_weight=True, sum over the rows, and take no",
-  ),
+  (lambda p, b: (jnp.sum(b["y"] > 0), loss_fn(p, b)), USUAL, {"has_weight": True}, TypeError,
+    r"The loss has .* dtype int32; .* return \(total, weight\), in this order"),
+  (lambda p, b: (b["y"] * 1.0, 4.0), USUAL, {"has_weight": True}, TypeError,
+    "must be a real scalar: with has_weight=True, sum over the rows, and take no"),
   *(
     (
       with_aux,
@@ -195,27 +173,12 @@ REFUSED = [
     )
     for i, (new_carry, match) in enumerate(CARRIES)
   ),
-  (
-    lambda params, batch, carry: (loss_fn(params, batch), carry),
-    (PARAMS, BATCH, jnp.zeros(())),
-    {"carry_argnum": 2},
-    TypeError,
-    r"with carry_argnum it must return \(loss, \(new_carry, aux\)\)",
-  ),
-  (
-    loss_fn,
-    ({"w": jnp.ones(3), "step": jnp.asarray(0)}, BATCH),
-    {},
-    TypeError,
-    r"argument 0\['step'\] has dtype int32 .* as another argument",
-  ),
-  (
-    lambda params, batch: jnp.sum(jnp.abs(params["w"])),
-    ({"w": jnp.ones(3, jnp.complex64)}, BATCH),
-    {"accumulator_dtype": jnp.float32},
-    TypeError,
-    r"lose the imaginary part of grads\['w'\], which is complex64",
-  ),
+  (lambda params, batch, carry: (loss_fn(params, batch), carry), (PARAMS, BATCH, jnp.zeros(())), {"carry_argnum": 2},
+    TypeError, r"with carry_argnum it must return \(loss, \(new_carry, aux\)\)"),
+  (loss_fn, ({"w": jnp.ones(3), "step": jnp.asarray(0)}, BATCH), {}, TypeError,
+    r"argument 0\['step'\] has dtype int32 .* as another argument"),
+  (lambda params, batch: jnp.sum(jnp.abs(params["w"])), ({"w": jnp.ones(3, jnp.complex64)}, BATCH),
+    {"accumulator_dtype": jnp.float32}, TypeError, r"lose the imaginary part of grads\['w'\], which is complex64"),
 ]  # fmt: skip
 
 

@@ -68,14 +68,10 @@ WRONG = {
   more("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
   ("microbatches", "weights=counts size=3 arrives=merged"),
   ("devices", "place=mesh devices=4 weights=floats arrives=merged"),
-  (
-    "microbatches",
-    "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True size=2 spread=True",
-  ),
-  (
-    "devices",
-    "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True weights=counts spread=True",
-  ),
+  ("microbatches",
+    "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True size=2 spread=True"),
+  ("devices",
+    "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True weights=counts spread=True"),
   more("devices", "entry=apply place=shard_map devices=4 weights=counts"),
   ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
   ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),

@@ -58,10 +58,8 @@ elsewhere.__module__ = "optax_losses"
 
 
 @pytest.mark.parametrize(("make", "match"), [
-  (
-    lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
-    r"tx=<function mean .* is not an optax\.GradientTransformation",
-  ),
+  (lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
+    r"tx=<function mean .* is not an optax\.GradientTransformation"),
   (lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8), r"call it first, as in adam\("),
   *(
     (

@@ -92,11 +92,8 @@ REFUSED = [
   (built(inner=0.1), TypeError, r"inner=0\.1 is not an optax\.GradientTransformation: give an optax optimizer"),
   (built(inner=(SGD.init, SGD.update)), TypeError, r"build one with optax\.GradientTransformation\(init_fn"),
   (built(reduction="max"), ValueError, "reduction='max' must be one of 'mean', 'sum'"),
-  (
-    started(COMPLEX, accumulator_dtype=jnp.float32),
-    TypeError,
-    r"accumulator_dtype=float32 would lose the imaginary part of params\['z'\]",
-  ),
+  (started(COMPLEX, accumulator_dtype=jnp.float32), TypeError,
+    r"accumulator_dtype=float32 would lose the imaginary part of params\['z'\]"),
   *((called(every_k, options={"axis_name": "batch"}), NameError, "unbound axis name: batch") for every_k in (1, 2)),
   (passed(optax.MultiSteps(SGD, 2).init(PARAMS)), ValueError, OF_MULTISTEPS),
   (passed(SGD.init(PARAMS), method="apply"), ValueError, f"a tuple {NOT_OURS}"),
@@ -105,11 +102,8 @@ REFUSED = [
   (passed((STATE, ())), ValueError, r"a tuple .* \(or of the chain that it is in"),
   (passed(STATE._asdict()), ValueError, f"is a dict {NOT_OURS}"),
   (chained, ValueError, f"is a str {NOT_OURS}"),  # restored without its types
-  (
-    lambda: TX.update([PARAMS], STATE._replace(acc_grads=(PARAMS,)), [PARAMS]),
-    ValueError,
-    r"updates is a PyTreeDef.* and not a PyTreeDef",
-  ),
+  (lambda: TX.update([PARAMS], STATE._replace(acc_grads=(PARAMS,)), [PARAMS]), ValueError,
+    r"updates is a PyTreeDef.* and not a PyTreeDef"),
   *(
     (called(method=method, grads=grads), error, message)
     for method, (grads, error, message) in zip(

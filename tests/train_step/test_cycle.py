@@ -400,52 +400,25 @@ def narrow(params):
 
 @pytest.mark.parametrize(("error", "match", "use"), [
   (TypeError, "^add got a dict as cycle: pass what begin", lambda step, params, state, batch: step.add(params, batch)),
-  (
-    ValueError,
-    "batch_argnums names argument 1 of the function, to which this call gives 1 pos",
-    lambda step, params, state, batch: step.add(step.begin(params), params),
-  ),
+  (ValueError, "batch_argnums names argument 1 of the function, to which this call gives 1 pos",
+    lambda step, params, state, batch: step.add(step.begin(params), params)),
   (TypeError, "^finish got a dict as cycle", lambda step, params, state, batch: step.finish(state, state, params)),
-  (
-    ValueError,
-    "has type float32.8., not float32.4.: the cycle is of another step, of",
-    lambda step, params, state, batch: step.add(begun(step, params, batch), narrow(params), batch),
-  ),
-  (
-    ValueError,
-    "cycle.grads.'b'. is not expected: the cycle is of another step, of",
-    lambda step, params, state, batch: step.finish({"w": params["w"]}, state, begun(step, params, batch)),
-  ),
-  (
-    ValueError,
-    "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
-    lambda step, params, state, batch: step.finish(params | {"b": jnp.zeros(4)}, state, begun(step, params, batch)),
-  ),
-  (
-    ValueError,
-    "cycle.* of another",
-    lambda step, params, state, batch: step.merge(begun(step, params, batch), begun(step, narrow(params), batch)),
-  ),
-  (
-    ValueError,
-    "merge got one cycle twice: a cycle is used once",
-    lambda step, params, state, batch: step.merge(*2 * [begun(step, params, batch)]),
-  ),
-  (
-    ValueError,
-    r"sums of \(\) devices, and the step of \(8,\): with mesh= each device has",
-    lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(begun(step, params, batch), params, batch),
-  ),
-  (
-    ValueError,
-    r"sums of \(8,\) devices, and the step of \(\): with mesh= .* on as many",
-    lambda step, params, state, batch: step.finish(params, state, begun(made(mesh=make_mesh(8))[0], params, batch)),
-  ),
-  (
-    RuntimeError,
-    "params.'b'. has been deleted: an earlier step updated",
-    lambda step, params, state, batch: step.add(step.begin(params), deleted(params), batch),
-  ),
+  (ValueError, "has type float32.8., not float32.4.: the cycle is of another step, of",
+    lambda step, params, state, batch: step.add(begun(step, params, batch), narrow(params), batch)),
+  (ValueError, "cycle.grads.'b'. is not expected: the cycle is of another step, of",
+    lambda step, params, state, batch: step.finish({"w": params["w"]}, state, begun(step, params, batch))),
+  (ValueError, "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
+    lambda step, params, state, batch: step.finish(params | {"b": jnp.zeros(4)}, state, begun(step, params, batch))),
+  (ValueError, "cycle.* of another",
+    lambda step, params, state, batch: step.merge(begun(step, params, batch), begun(step, narrow(params), batch))),
+  (ValueError, "merge got one cycle twice: a cycle is used once",
+    lambda step, params, state, batch: step.merge(*2 * [begun(step, params, batch)])),
+  (ValueError, r"sums of \(\) devices, and the step of \(8,\): with mesh= each device has",
+    lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(begun(step, params, batch), params, batch)),
+  (ValueError, r"sums of \(8,\) devices, and the step of \(\): with mesh= .* on as many",
+    lambda step, params, state, batch: step.finish(params, state, begun(made(mesh=make_mesh(8))[0], params, batch))),
+  (RuntimeError, "params.'b'. has been deleted: an earlier step updated",
+    lambda step, params, state, batch: step.add(step.begin(params), deleted(params), batch)),
   (
     TypeError,
     "is in the place of the parameters: the order is .* finish.params, opt_state, c",
@@ -453,11 +426,8 @@ def narrow(params):
       optax.adam(0.1).init(params), params, begun(step, params, batch)
     ),
   ),
-  (
-    TypeError,
-    "^batch is of type object and no array: leave it",
-    lambda step, params, state, batch: step.add(step.begin(params), params, object()),
-  ),
+  (TypeError, "^batch is of type object and no array: leave it",
+    lambda step, params, state, batch: step.add(step.begin(params), params, object())),
   (
     ValueError,
     "inside pmap or shard_map over .*microbatch_value_and_grad",

@@ -143,10 +143,8 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
 
 
 @pytest.mark.parametrize(("wrapped", "plain"), [
-  (
-    lambda tx: optax.chain(optax.clip_by_global_norm(0.5), state_on_host(tx)),
-    lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
-  ),
+  (lambda tx: optax.chain(optax.clip_by_global_norm(0.5), state_on_host(tx)),
+    lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx)),
   (lambda tx: state_on_host(optax.apply_if_finite(tx, 3)), lambda tx: optax.apply_if_finite(tx, 3)),
   (lambda tx: state_on_host(with_loss_elsewhere(tx)), with_loss_elsewhere),
   (lambda tx: accumulate(state_on_host(tx), 2), lambda tx: accumulate(tx, 2)),

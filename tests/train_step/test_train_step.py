@@ -167,10 +167,8 @@ HALF = optax_accum.accumulate(optax.sgd(0.1), 2)
 @pytest.mark.parametrize(("tx", "expected"), [
   (optax_accum.accumulate(HALF, 2), [False, False, False, True]),
   (optax.chain(HALF, optax.identity()), [False, True, False, True]),
-  (
-    optax.partition({"all": HALF, "none": optax_accum.accumulate(optax.sgd(0.1), 3)}, "all"),
-    [False, True, False, True],
-  ),
+  (optax.partition({"all": HALF, "none": optax_accum.accumulate(optax.sgd(0.1), 3)}, "all"),
+    [False, True, False, True]),
   (optax.sgd(0.1), [True] * 4),
 ], ids=["nested", "in a chain", "labels of nothing", "none"])  # fmt: skip
 @pytest.mark.parametrize("weight_fn", [None, lambda batch: jnp.sum(batch["x"])])
