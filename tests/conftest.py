@@ -43,8 +43,14 @@ collect_ignore = ["microbatches/test_in_place.py"] if version < (0, 10) else []
 
 @pytest.fixture
 def usual_promotion():
-  """JAX as it comes, for flax and for what a page shows."""
+  """JAX as it comes, for flax, optax and what a page shows."""
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+@pytest.fixture
+def x64():
+  with jax.enable_x64(True):
     yield
 
 

@@ -144,16 +144,8 @@ def test_runs_to_its_end(example, arguments, printed, folder):
 
 
 LEAST_LM = (
-  "--batch",
-  "1",
-  "--microbatch",
-  "1",
-  "--length",
-  "1",
-  "--layers",
-  "1",
-  "--width",
-  "4",
+  *("--batch", "1", "--microbatch", "1", "--length", "1"),
+  *("--layers", "1", "--width", "4"),
 )
 ODD_LM = [
   ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),

@@ -24,10 +24,7 @@ TOLERANCE = 1e-12
 ROUNDED = {"odeint": 1e-8, "conjugate gradients": 1e-10}
 
 
-@pytest.fixture(autouse=True)
-def x64():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @contextlib.contextmanager

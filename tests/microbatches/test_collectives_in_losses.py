@@ -25,10 +25,7 @@ FOUR, WHOLE, RAGGED = (
 WHOLE_UNWEIGHED = {**WHOLE, "weighs": False}
 
 
-@pytest.fixture(autouse=True)
-def x64():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @functools.cache

@@ -21,10 +21,7 @@ MICROBATCHES = 5
 TX = optax.sgd(0.5)
 
 
-@pytest.fixture(autouse=True)
-def x64():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,7 @@ from optax_accum import (
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
 
 
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def normed(x):

@@ -313,10 +313,7 @@ def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
   """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""
   tx = optax.sgd(0.1)
   step = optax_accum.make_train_step(
-    lambda params, x, key: (
-      jnp.mean(params * x),
-      jax.random.uniform(key, x.shape),
-    ),
+    lambda p, x, key: (jnp.mean(p * x), jax.random.uniform(key, x.shape)),
     tx,
     num_microbatches=8,
     mesh=mesh and make_mesh(mesh),
@@ -325,11 +322,8 @@ def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
     aux_reduction="concat",
     donate=False,
   )
-  params, x, start = (
-    jnp.ones(()),
-    np.ones(64, np.float32),
-    jax.random.key(0, impl=impl),
-  )
+  params, x = jnp.ones(()), np.ones(64, np.float32)
+  start = jax.random.key(0, impl=impl)
   keys = [jax.random.fold_in(start, i) for i in range(8)]
   noise = [step(params, tx.init(params), x, key)[-1]["aux"] for key in keys]
   assert len(np.unique(noise)) == 8 * 64

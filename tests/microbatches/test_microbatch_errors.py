@@ -21,11 +21,8 @@ def loss_fn(params, batch):
 
 
 def with_aux(params, batch):
-  return loss_fn(params, batch), {
-    "count": jnp.asarray(6),
-    "ok": jnp.asarray(True),
-    "mean": 1.0,
-  }
+  aux = {"count": jnp.asarray(6), "ok": jnp.asarray(True), "mean": 1.0}
+  return loss_fn(params, batch), aux
 
 
 def raises(error, match, fun=loss_fn, args=(PARAMS, BATCH), **options):
@@ -135,10 +132,7 @@ def weighing(weight):
 
 
 def returning(new_carry):
-  return lambda params, batch, carry: (
-    loss_fn(params, batch),
-    (new_carry, None),
-  )
+  return lambda params, batch, _: (loss_fn(params, batch), (new_carry, None))
 
 
 USUAL = (PARAMS, BATCH)
@@ -154,23 +148,11 @@ REFUSED = [
   (lambda p, b: (b["y"] * 1.0, 4.0), USUAL, {"has_weight": True}, TypeError,
     "must be a real scalar: with has_weight=True, sum over the rows, and take no"),
   *(
-    (
-      with_aux,
-      USUAL,
-      {"has_aux": True, "aux_reduction": words, "num_microbatches": 1 + i % 2},
-      error,
-      match,
-    )
+    (with_aux, USUAL, {"has_aux": True, "aux_reduction": words, "num_microbatches": 1 + i % 2}, error, match)
     for i, (words, error, match) in enumerate(AUX)
   ),
   *(
-    (
-      returning(new_carry),
-      MEAN,
-      {"carry_argnum": 2, "num_microbatches": 1 + i % 2},
-      ValueError,
-      match,
-    )
+    (returning(new_carry), MEAN, {"carry_argnum": 2, "num_microbatches": 1 + i % 2}, ValueError, match)
     for i, (new_carry, match) in enumerate(CARRIES)
   ),
   (lambda params, batch, carry: (loss_fn(params, batch), carry), (PARAMS, BATCH, jnp.zeros(())), {"carry_argnum": 2},
@@ -241,12 +223,8 @@ def noisy_loss(params, key, data):
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])  # fmt: skip
 def test_a_key_in_the_place_of_the_batch_is_refused(mesh):
-  w, key, x, tx = (
-    jnp.float32(1),
-    jax.random.key(0),
-    jnp.ones((8, 3)),
-    optax.sgd(0.1),
-  )
+  w, key, x = jnp.float32(1), jax.random.key(0), jnp.ones((8, 3))
+  tx = optax.sgd(0.1)
 
   def run(**options):
     options |= {"num_microbatches": 2, "donate": False, **mesh}

@@ -10,17 +10,10 @@ from support.samples import more
 
 from optax_accum import accumulate, has_updated
 
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # optax promotes
 
 
-PARAMS = {
-  "w": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
-  "b": jnp.array([0.1, -0.3]),
-}
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.1, -0.3])}  # fmt: skip
 WEIGHTS = (1.0, 3.0)
 CYCLES, K = 3, len(WEIGHTS)
 

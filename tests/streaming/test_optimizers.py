@@ -13,11 +13,7 @@ from support.samples import more
 
 from optax_accum import accumulate
 
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # optax promotes
 
 
 # Optimizers whose arguments are more than a learning rate.

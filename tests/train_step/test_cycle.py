@@ -522,13 +522,7 @@ def ends(a, b):
   return {"first": a["first"], "last": b["last"]}
 
 
-WORDS = {
-  "mean": "mean",
-  "sum": "sum",
-  "max": "max",
-  "min": "min",
-  "last": "last",
-}
+WORDS = {word: word for word in ("mean", "sum", "max", "min", "last")}
 
 
 @pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
