@@ -85,9 +85,7 @@ def pytest_collection_modifyitems(config, items):
     for (file, test), each in cases.items()
     if file in SMOKE or number(test) % shares == share - 1
   }
-  config.hook.pytest_deselected(
-    items=[item for item in items if id(item) not in kept]
-  )
+  config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
   items[:] = [item for item in items if id(item) in kept]
 
 

@@ -64,32 +64,16 @@ def drawn(seed):
   nan = nan and losses.TABLE[loss].alone
   several = split[1] not in (1, losses.ROWS) or split[0] == "microbatch_size"
   in_place = (
-    _versions.ADDS_TO_REFERENCES
-    and not weighs
-    and not nan
-    and several
-    and pick((True, False))
+    _versions.ADDS_TO_REFERENCES and not weighs and not nan and several and pick((True, False))
   )
-  return Draw(
-    loss,
-    loop,
-    entry,
-    devices,
-    tuple(valid),
-    weighs,
-    split,
-    nan and several,
-    in_place,
-  )
+  return Draw(loss, loop, entry, devices, tuple(valid), weighs, split, nan and several, in_place)
 
 
 def loss_of(draw):
   fun = losses.TABLE[draw.loss].fun
 
   def loss(params, batch):
-    return fun(
-      params, {**batch, "x": losses.looped(draw.loop, params, batch["x"])}
-    )
+    return fun(params, {**batch, "x": losses.looped(draw.loop, params, batch["x"])})
 
   return loss
 
@@ -102,18 +86,10 @@ def error_of(draw):
     options |= {"in_place": True} if draw.in_place else {}
     if draw.nan:
       batch["x"][1] = np.nan  # in the second microbatch of the first device
-    loss, split, row = (
-      loss_of(draw),
-      dict([draw.split]),
-      losses.TABLE[draw.loss],
-    )
-    run = losses.gradient_function(
-      loss, draw.entry, draw.devices, draw.weighs, **split, **options
-    )
+    loss, split, row = loss_of(draw), dict([draw.split]), losses.TABLE[draw.loss]
+    run = losses.gradient_function(loss, draw.entry, draw.devices, draw.weighs, **split, **options)
     alone = row.alone or draw.devices == 1
-    wanted = losses.expected(
-      loss, params, batch, draw.devices, draw.weighs, alone=alone, **split
-    )
+    wanted = losses.expected(loss, params, batch, draw.devices, draw.weighs, alone=alone, **split)
     return losses.error_of(run(params, batch), wanted)
 
 
@@ -122,9 +98,7 @@ def verdict(draw):
     error = error_of(draw)
   except Exception as e:
     return "raised", f"{type(e).__name__}: {e}".replace("\n", " ")[:200]
-  return (
-    ("right", "") if error < TOLERANCE else ("wrong", f"off by {error:.1e}")
-  )
+  return ("right", "") if error < TOLERANCE else ("wrong", f"off by {error:.1e}")
 
 
 def work(first, last):
@@ -136,24 +110,13 @@ def supervise(first, last):
   """Starts a process that works, and another one behind a draw that does not end."""
   found = collections.Counter()
   while first < last:
-    command = [
-      sys.executable,
-      __file__,
-      str(last - first),
-      "--first",
-      str(first),
-      "--work",
-    ]
+    command = [sys.executable, __file__, str(last - first), "--first", str(first), "--work"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = queue.Queue()
-    threading.Thread(
-      target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put("")]
-    ).start()
+    threading.Thread(target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put("")]).start()
     while first < last:
       try:
-        word, *text = lines.get(timeout=PATIENCE).strip().split(maxsplit=2)[
-          1:
-        ] or ["hung"]
+        word, *text = lines.get(timeout=PATIENCE).strip().split(maxsplit=2)[1:] or ["hung"]
       except queue.Empty:
         word, text = "hung", []
       found[word] += 1
@@ -164,22 +127,14 @@ def supervise(first, last):
         break
     process.kill()
     process.wait()
-  print(
-    ", ".join(
-      f"{word}: {found[word]}" for word in ("right", "wrong", "raised", "hung")
-    )
-  )
+  print(", ".join(f"{word}: {found[word]}" for word in ("right", "wrong", "raised", "hung")))
   return found["wrong"] + found["raised"] + found["hung"]
 
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("draws", type=int, help="how many")
-  parser.add_argument(
-    "--first", type=int, default=0, help="the seed of the first"
-  )
+  parser.add_argument("--first", type=int, default=0, help="the seed of the first")
   parser.add_argument("--work", action="store_true", help="in this process")
   args = parser.parse_args()
-  sys.exit(
-    (work if args.work else supervise)(args.first, args.first + args.draws)
-  )
+  sys.exit((work if args.work else supervise)(args.first, args.first + args.draws))

@@ -24,12 +24,7 @@ from support.draws import Draw, drawn, parsed, shrunk
 
 # Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more. Complex tanh
 # has poles, near which rounding is magnified.
-TOLERANCE = {
-  "float32": 3e-5,
-  "complex64": 5e-4,
-  "float64": 1e-11,
-  "bfloat16": 4e-2,
-}
+TOLERANCE = {"float32": 3e-5, "complex64": 5e-4, "float64": 1e-11, "bfloat16": 4e-2}
 
 
 @functools.lru_cache(maxsize=1)
@@ -45,11 +40,7 @@ def problems(draw: Draw, gradient=plain.gradient) -> list[str]:
     actual = run(draw)
   except Exception as e:
     where = traceback.extract_tb(e.__traceback__)[-1]
-    return [
-      f"{type(e).__name__} at {where.filename}:{where.lineno}: {e}".replace(
-        "\n", " "
-      )
-    ]
+    return [f"{type(e).__name__} at {where.filename}:{where.lineno}: {e}".replace("\n", " ")]
   return [
     f"call {number}: {name}: {problem}"
     for number, (a, b) in enumerate(zip(actual, expected, strict=True))
@@ -75,21 +66,15 @@ def difference(actual, expected, tolerance) -> list[str]:
     return [f"{len(a)} leaves for {len(b)}"]
   found = []
   for (path, x), y in zip(a, b, strict=True):
-    wide = (
-      np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
-    )
+    wide = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
     x, y = np.asarray(x).astype(wide), np.asarray(y).astype(wide)
     if x.shape != y.shape:
-      found.append(
-        f"{jax.tree_util.keystr(path)} has shape {x.shape} for {y.shape}"
-      )
+      found.append(f"{jax.tree_util.keystr(path)} has shape {x.shape} for {y.shape}")
       continue
     scale = max(1.0, np.max(np.abs(y), initial=0.0, where=np.isfinite(y)))
     if not np.allclose(x, y, rtol=0, atol=tolerance * scale, equal_nan=True):
       off = np.max(np.abs(x - y))
-      found.append(
-        f"{jax.tree_util.keystr(path)} is off by {off:.1e}, at {scale * tolerance:.0e}"
-      )
+      found.append(f"{jax.tree_util.keystr(path)} is off by {off:.1e}, at {scale * tolerance:.0e}")
   return found
 
 
@@ -97,9 +82,7 @@ def main(arguments=None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--draws", type=int, default=100)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument(
-    "--start", type=int, default=0, help="the number of the first draw"
-  )
+  parser.add_argument("--start", type=int, default=0, help="the number of the first draw")
   parser.add_argument("--draw", type=parsed, help="run this one alone")
   args = parser.parse_args(arguments)
   if args.draw is not None:
@@ -115,12 +98,8 @@ def main(arguments=None) -> int:
       wrong += 1
       print(f'{index}: --draw "{draw}"\n  {found[0]}')
       plainer = shrunk(draw, problems)
-      print(
-        f'  plainest: --draw "{plainer}"\n  {problems(plainer)[0]}', flush=True
-      )
-  print(
-    f"{args.draws} draws, {wrong} wrong, {time.perf_counter() - start:.0f} s"
-  )
+      print(f'  plainest: --draw "{plainer}"\n  {problems(plainer)[0]}', flush=True)
+  print(f"{args.draws} draws, {wrong} wrong, {time.perf_counter() - start:.0f} s")
   return bool(wrong)
 
 

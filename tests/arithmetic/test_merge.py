@@ -34,11 +34,7 @@ class Average:
 
 
 def moments(x):
-  return {
-    "mean": jnp.mean(x),
-    "m2": jnp.sum((x - jnp.mean(x)) ** 2),
-    "n": jnp.float32(x.shape[0]),
-  }
+  return {"mean": jnp.mean(x), "m2": jnp.sum((x - jnp.mean(x)) ** 2), "n": jnp.float32(x.shape[0])}
 
 
 def merge_moments(a, b):
@@ -59,7 +55,7 @@ KINDS = {
   "logsumexp": (jax.nn.logsumexp, jnp.logaddexp),
   "histogram": (lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32), jnp.add),
   "ends": (first_and_last, lambda a, b: (a[0], b[1])),  # not commutative
-}  # fmt: skip
+}
 MERGES = {name: merge for name, (_, merge) in KINDS.items()}
 
 
@@ -76,11 +72,7 @@ def microbatches(x, size):
 
 def folded(x, size, devices=1):
   """What microbatches that count (have a row above 0) merge to, in their order."""
-  parts = [
-    p
-    for own in np.split(x, devices)
-    for p in microbatches(own, size // devices)
-  ]
+  parts = [p for own in np.split(x, devices) for p in microbatches(own, size // devices)]
   each = [jitted_statistics(p) for p in parts if np.any(p > 0)]
   return jax.device_get(functools.reduce(merge_all, each))
 
@@ -112,19 +104,14 @@ def test_weights_of_zero_are_left_out():
   # microbatch i has the rows 4 i to 4 i + 3 in order
   x = np.sort(ROWS).reshape(6, 4).T.ravel()
   x[x < 0] = np.nan
-  for weight_fn, left in (
-    (lambda x: jnp.all(x > 0), 3),
-    (lambda x: jnp.sum(x) * 0 > 0, 0),
-  ):
+  for weight_fn, left in ((lambda x: jnp.all(x > 0), 3), (lambda x: jnp.sum(x) * 0 > 0, 0)):
     run = optax_accum.microbatch(
       statistics, reduction=MERGES, num_microbatches=6, weight_fn=weight_fn
     )
     got = jax.jit(run)(x)
     assert float(got["average"].count) == 4 * left
     if left:
-      np.testing.assert_allclose(
-        got["average"].total, np.sort(ROWS)[-12:].sum(), rtol=1e-6
-      )
+      np.testing.assert_allclose(got["average"].total, np.sort(ROWS)[-12:].sum(), rtol=1e-6)
     else:
       chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, got))
 
@@ -136,9 +123,7 @@ def loss_fn(params, x):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.usefixtures("usual_promotion")
 def test_devices_are_merged_in_the_order_of_the_mesh(kind):
-  mesh = devices.make_mesh(
-    8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind]
-  )
+  mesh = devices.make_mesh(8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind])
   tx = optax.sgd(0.1)
   step = optax_accum.make_train_step(
     loss_fn, tx, num_microbatches=3, has_aux=True, aux_reduction=MERGES, mesh=mesh,
@@ -146,9 +131,7 @@ def test_devices_are_merged_in_the_order_of_the_mesh(kind):
   )  # fmt: skip
   params = jnp.float32(1.0)
   *_, metrics = step(params, tx.init(params), ROWS)
-  chex.assert_trees_all_close(
-    metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6
-  )
+  chex.assert_trees_all_close(metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6)
   # the first devices had none that counts
   assert float(metrics["aux"]["ends"][0]) != ROWS[0]
 
@@ -156,10 +139,7 @@ def test_devices_are_merged_in_the_order_of_the_mesh(kind):
 @pytest.mark.usefixtures("usual_promotion")
 def test_a_merge_may_be_beside_words():
   def with_words(params, x):
-    return jnp.mean(params * x), {
-      "rows": x,
-      "both": {"s": jnp.sum(x), "m": moments(x)},
-    }
+    return jnp.mean(params * x), {"rows": x, "both": {"s": jnp.sum(x), "m": moments(x)}}
 
   mesh, tx = devices.make_mesh(4), optax.sgd(0.1)
   words = {"rows": "concat", "both": {"s": "sum", "m": merge_moments}}
@@ -172,15 +152,11 @@ def test_a_merge_may_be_beside_words():
   aux = metrics["aux"]
   np.testing.assert_array_equal(aux["rows"], ROWS)
   np.testing.assert_allclose(aux["both"]["m"]["mean"], np.mean(ROWS), rtol=1e-5)
-  np.testing.assert_allclose(
-    aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5
-  )
+  np.testing.assert_allclose(aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5)
 
 
 def run(fun, merge, **options):
-  return optax_accum.microbatch(
-    fun, reduction=merge, num_microbatches=2, **options
-  )(ROWS)
+  return optax_accum.microbatch(fun, reduction=merge, num_microbatches=2, **options)(ROWS)
 
 
 def a_and_b(x):
@@ -202,40 +178,25 @@ def test_a_merge_that_does_not_fit_is_refused(fun, merge, error, match):
 def test_only_what_has_no_gradient_merges_under_differentiation():
   def loss(scale, stop):
     def fun(scale, x):
-      return (jnp.mean(scale * x), stop(jax.nn.logsumexp(scale * x)))
+      return jnp.mean(scale * x), stop(jax.nn.logsumexp(scale * x))
 
     split = optax_accum.microbatch(
-      fun,
-      reduction=("mean", jnp.logaddexp),
-      num_microbatches=3,
-      batch_argnums=1,
+      fun, reduction=("mean", jnp.logaddexp), num_microbatches=3, batch_argnums=1
     )
     return split(scale, ROWS)
 
-  gradient = jax.grad(lambda s: loss(s, jax.lax.stop_gradient)[0])(
-    jnp.float32(2.0)
-  )
+  gradient = jax.grad(lambda s: loss(s, jax.lax.stop_gradient)[0])(jnp.float32(2.0))
   np.testing.assert_allclose(gradient, np.mean(ROWS), rtol=1e-6)
-  with pytest.raises(
-    NotImplementedError,
-    match=r"return jax\.lax\.stop_gradient of it, or reduce",
-  ):
+  with pytest.raises(NotImplementedError, match=r"return jax\.lax\.stop_gradient of it, or reduce"):
     jax.grad(lambda s: loss(s, lambda x: x)[1])(jnp.float32(2.0))
 
 
 @pytest.mark.parametrize("padding", [[0, 1, 1], [1, 1, 0], [0, 0, 0]])
 def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
   def merged(scale, fold):  # correlations, by Fisher's z
-    return fold(
-      lambda a, b: (
-        scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale))
-      )
-    )
+    return fold(lambda a, b: scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale)))
 
-  values, counted = (
-    np.array([0.3, -0.2, 0.4], np.float32),
-    np.array(padding, np.float32),
-  )
+  values, counted = np.array([0.3, -0.2, 0.4], np.float32), np.array(padding, np.float32)
 
   def split(merge):
     run = optax_accum.microbatch(
@@ -284,15 +245,11 @@ def test_what_a_merge_closes_over_has_its_gradient(counted, count):
 
   if count > 1:
     mesh, row = devices.make_mesh(count), jax.P("data")
-    split = jax.shard_map(
-      split, mesh=mesh, in_specs=(jax.P(), row), out_specs=jax.P()
-    )
+    split = jax.shard_map(split, mesh=mesh, in_specs=(jax.P(), row), out_specs=jax.P())
 
   def by_hand(power):
     parts = [of(jnp.full(4, value)) for value in values if value > 0]
-    return (
-      functools.reduce(merge_by(power), parts)["mean"] if parts else 0 * power
-    )
+    return functools.reduce(merge_by(power), parts)["mean"] if parts else 0 * power
 
   def derivatives(fun):
     power, gradient = jnp.float32(1.5), jax.grad(fun)
@@ -300,35 +257,22 @@ def test_what_a_merge_closes_over_has_its_gradient(counted, count):
     # before, no vmap of a sum over devices
     if count == 1 or jax.__version_info__ >= (0, 9):
       of_several = lambda power: jax.vmap(gradient)(power[None])[0]  # noqa: E731
-    return (
-      fun(power),
-      gradient(power),
-      jax.jvp(fun, (power,), (power,))[1],
-      of_several(power),
-    )
+    return fun(power), gradient(power), jax.jvp(fun, (power,), (power,))[1], of_several(power)
 
   expected = jax.jit(lambda: derivatives(by_hand))()
-  got = jax.jit(
-    lambda: derivatives(lambda power: split(power, jnp.asarray(rows)))
-  )()
+  got = jax.jit(lambda: derivatives(lambda power: split(power, jnp.asarray(rows))))()
   chex.assert_trees_all_close(got, expected, rtol=1e-4)
 
 
 def test_a_function_may_change_the_containers_that_it_is_given():
   def into(a, b, changed):
-    changed["n"], changed["low"] = (
-      a["n"] + b["n"],
-      jnp.minimum(a["low"], b["low"]),
-    )
+    changed["n"], changed["low"] = a["n"] + b["n"], jnp.minimum(a["low"], b["low"])
     return changed
 
   fun = lambda x: {"n": jnp.float32(x.shape[0]), "low": jnp.min(x)}  # noqa: E731
   for merge in (lambda a, b: into(a, b, a), lambda a, b: into(a, b, b)):
     got = optax_accum.microbatch(
-      fun,
-      reduction=merge,
-      num_microbatches=6,
-      weight_fn=lambda x: jnp.all(x > 0),
+      fun, reduction=merge, num_microbatches=6, weight_fn=lambda x: jnp.all(x > 0)
     )(np.sort(ROWS).reshape(6, 4).T.ravel())
     assert got == {"n": 12, "low": np.sort(ROWS)[12]}
 
@@ -348,10 +292,7 @@ class Layer:
 def test_a_node_that_can_be_called_is_a_tree_of_words():
   loss = lambda layer, x: (jnp.mean(layer(x)), Layer(jnp.sum(x), jnp.max(x)))  # noqa: E731
   run = optax_accum.microbatch_value_and_grad(
-    loss, has_aux=True, num_microbatches=2,
-    aux_reduction=Layer("sum", jnp.maximum),
-  )  # fmt: skip
-  (_, aux), _ = run(Layer(jnp.float32(2.0), jnp.float32(1.0)), ROWS)
-  np.testing.assert_allclose(
-    [aux.weight, aux.bias], [ROWS.sum(), ROWS.max()], rtol=1e-6
+    loss, has_aux=True, num_microbatches=2, aux_reduction=Layer("sum", jnp.maximum)
   )
+  (_, aux), _ = run(Layer(jnp.float32(2.0), jnp.float32(1.0)), ROWS)
+  np.testing.assert_allclose([aux.weight, aux.bias], [ROWS.sum(), ROWS.max()], rtol=1e-6)

@@ -22,9 +22,7 @@ def step_of(weights, form="update", **options):
   tx, params = accumulate(optax.sgd(1.0), len(weights), **options), jnp.zeros(3)
   state = tx.init(params)
   for g, weight in zip(GRADS, weights, strict=True):
-    params, state = mini_step(tx, form)(
-      params, state, jnp.asarray(g), weight=weight
-    )
+    params, state = mini_step(tx, form)(params, state, jnp.asarray(g), weight=weight)
   return params
 
 
@@ -56,13 +54,9 @@ LARGE = [
 def test_weights_may_be_beyond_int32_and_far_from_one(form):
   every = jax.jit(lambda: [step_of(weights, form) for weights in LARGE])()
   for weights, step in zip(LARGE, every, strict=True):
-    np.testing.assert_allclose(
-      step, -mean_of(weights), rtol=1e-6, err_msg=str(weights)
-    )
+    np.testing.assert_allclose(step, -mean_of(weights), rtol=1e-6, err_msg=str(weights))
   # Of what is not traced:
-  np.testing.assert_allclose(
-    step_of(LARGE[0], form), -mean_of(LARGE[0]), rtol=1e-6
-  )
+  np.testing.assert_allclose(step_of(LARGE[0], form), -mean_of(LARGE[0]), rtol=1e-6)
 
 
 BATCH = np.arange(1.0, 7.0, dtype=np.float32)
@@ -72,15 +66,11 @@ def loss_of(weight_of):
   def loss_fn(x, batch):
     return jnp.mean(x * batch)
 
-  return microbatch_value_and_grad(
-    loss_fn, num_microbatches=2, weight_fn=weight_of
-  )
+  return microbatch_value_and_grad(loss_fn, num_microbatches=2, weight_fn=weight_of)
 
 
 def test_a_weight_fn_may_return_weights_of_any_size():
-  cycles = [
-    loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)
-  ]
+  cycles = [loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)]
   every = jax.jit(lambda *args: [cycle(*args) for cycle in cycles])
   for loss, grad in every(jnp.float32(2.0), BATCH):
     np.testing.assert_allclose((loss, grad), (7.0, 3.5), rtol=1e-6)
@@ -91,9 +81,7 @@ def test_traced_weights_in_range_are_as_known_ones():
     moved = jitted_step_of("update")(np.array(weights, np.float32))
     np.testing.assert_allclose(moved, -mean_of(weights), rtol=1e-5)
   cycle = loss_of(lambda batch: jnp.where(batch[0] == 1, 1e-20, 1e20))
-  np.testing.assert_allclose(
-    jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6
-  )
+  np.testing.assert_allclose(jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -105,9 +93,7 @@ def test_a_weight_has_a_derivative(reduction):
   first, second = GRADS.astype(np.float64).sum(1)
   derivative = jax.jit(jax.grad(moved))
   for weight in (1e-6, 0.5, 2.0):
-    exact = (
-      -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
-    )
+    exact = -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
     np.testing.assert_allclose(derivative(np.float32(weight)), exact, rtol=1e-4)
   # A microbatch of no weight is left out, as it may be NaN.
   assert derivative(np.float32(0)) == 0
@@ -122,16 +108,12 @@ def sums_of_touched_rows(weights, reduction):
     return tx.apply(both[0], held[1], held[0], weight=both[1]), None
 
   params = jnp.zeros(len(weights))
-  return jax.lax.scan(
-    body, (params, tx.init(params)), (jnp.eye(len(weights)), weights)
-  )[0][0]
+  return jax.lax.scan(body, (params, tx.init(params)), (jnp.eye(len(weights)), weights))[0][0]
 
 
 @jax.jit
 @functools.partial(
-  microbatch_value_and_grad,
-  microbatch_size=1,
-  weight_fn=lambda batch: batch["tokens"][0],
+  microbatch_value_and_grad, microbatch_size=1, weight_fn=lambda batch: batch["tokens"][0]
 )
 def of_rows(rows, batch):
   return jnp.mean(rows[batch["row"]])
@@ -141,9 +123,7 @@ def of_rows(rows, batch):
 def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
   exact = np.array(weights) / np.sum(weights)
   given = np.float32(weights)
-  np.testing.assert_allclose(
-    sums_of_touched_rows(given, "mean"), exact, rtol=3e-7
-  )
+  np.testing.assert_allclose(sums_of_touched_rows(given, "mean"), exact, rtol=3e-7)
   np.testing.assert_array_equal(sums_of_touched_rows(given, "sum"), given)
   batch = {"row": np.arange(len(weights)), "tokens": given}
   grads = of_rows(np.zeros(len(weights), np.float32), batch)[1]
@@ -154,24 +134,16 @@ def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
 def test_where_every_call_steps_a_traced_weight_that_is_none_shows(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
   run = mini_step(tx, form)
-  step = jax.jit(
-    lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0]
-  )
+  step = jax.jit(lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0])
   for weight in (-1.0, np.nan, np.inf, 0.0, 3.0, 1e30):
-    expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(
-      weight, np.full(3, np.nan)
-    )
-    np.testing.assert_allclose(
-      step(weight), expected, rtol=1e-6, err_msg=str(weight)
-    )
+    expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(weight, np.full(3, np.nan))
+    np.testing.assert_allclose(step(weight), expected, rtol=1e-6, err_msg=str(weight))
 
 
 def test_a_traced_weight_below_zero_shows():
   cycle = jax.jit(loss_of(lambda batch: batch[0]))
   for weights in ([3.0, -1.0], [-1.0, 3.0]):
-    assert np.all(
-      np.isnan(jitted_step_of("update")(np.array(weights, np.float32)))
-    )
+    assert np.all(np.isnan(jitted_step_of("update")(np.array(weights, np.float32))))
     # each is the first of a microbatch
     batch = np.array([*weights, 1, 1, 1, 1], np.float32)
     loss, grad = cycle(jnp.float32(2.0), batch)
@@ -180,11 +152,7 @@ def test_a_traced_weight_below_zero_shows():
 
 
 def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
-  tx, one, nan = (
-    accumulate(optax.sgd(1.0), 3),
-    np.ones(2, np.float32),
-    np.float32([np.nan] * 2),
-  )
+  tx, one, nan = accumulate(optax.sgd(1.0), 3), np.ones(2, np.float32), np.float32([np.nan] * 2)
   update, start = jax.jit(tx.update), tx.init(jnp.zeros(2))
   for grads in (nan, one):
     state = start
@@ -200,10 +168,7 @@ def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
 def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
   weights, grads = (1, 3, 5, 7), (1.0, 2.0, 3.0, 4.0)
   for outer, inner in ((2, 2), (1, 4), (4, 1)):
-    tx, params = (
-      accumulate(accumulate(optax.sgd(1.0), inner), outer),
-      np.float32(0),
-    )
+    tx, params = accumulate(accumulate(optax.sgd(1.0), inner), outer), np.float32(0)
     state, step = trees.strong(tx.init(params)), jax.jit(mini_step(tx, form))
     for w, g in zip(weights, grads, strict=True):
       params, state = step(params, state, np.float32(g), weight=w)
@@ -211,7 +176,7 @@ def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
   assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
 
 
-@pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])  # fmt: skip
+@pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])
 def test_sums_are_selected_and_not_gradients(options):
   """XLA for GPU keeps a second gradient, of the parameters' size, where a gradient is selected."""
   params, batch = jnp.ones((5, 7)), jnp.ones((4, 5))
@@ -219,13 +184,9 @@ def test_sums_are_selected_and_not_gradients(options):
     lambda params, batch: jnp.sum(batch @ params), num_microbatches=2, **options
   )
   eqns = jax.make_jaxpr(run)(params, batch).jaxpr.eqns
-  [body] = [
-    eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"
-  ]
+  [body] = [eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"]
   made_by = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
   # of jnp.where
   selects = [eqn for eqn in body.eqns if eqn.params.get("name") == "_where"]
-  of_gradients = [
-    eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape
-  ]
+  of_gradients = [eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape]
   assert [made_by[eqn.invars[1]] for eqn in of_gradients] == ["add"]

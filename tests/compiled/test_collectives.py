@@ -26,14 +26,10 @@ PRINTED = {"cpu": None, "tpu": 1}
 on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu"])
 
 
-def compiled(
-  fun, *args, platform="cpu", chips=8, in_specs=ROWS, out_specs=ROWS
-):
+def compiled(fun, *args, platform="cpu", chips=8, in_specs=ROWS, out_specs=ROWS):
   """`fun` in a shard_map over the axis "data", compiled."""
   mesh = devices.make_mesh(chips, platform=platform)
-  mapped = jax.shard_map(
-    fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
+  mapped = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
   args = devices.abstract(args, mesh, in_specs)
   return jax.jit(mapped).lower(*args).compile()
 
@@ -43,9 +39,7 @@ def reduced(x):
 
 
 def repeated(fun, times, **kwargs):
-  return lambda x: lax.scan(
-    lambda c, _: (fun(c), None), x, length=times, **kwargs
-  )[0]
+  return lambda x: lax.scan(lambda c, _: (fun(c), None), x, length=times, **kwargs)[0]
 
 
 @on_cpu_and_tpu
@@ -60,11 +54,7 @@ def test_what_is_in_a_loop_is_told_from_what_is_not(platform):
   assert report.inside == {"all-reduce": (times, times * BYTES)}
   assert len(report.unknown_trip_counts) == (platform == "tpu")
   (operation,) = report.operations
-  assert (operation.kind, operation.bytes, operation.executions) == (
-    "all-reduce",
-    BYTES,
-    times,
-  )
+  assert (operation.kind, operation.bytes, operation.executions) == ("all-reduce", BYTES, times)
   assert operation.shape == "f32[8,8]"
   assert operation.loop.startswith("while")
   assert re.search(r"jit\(.*while/body.*psum", operation.op_name)
@@ -131,9 +121,7 @@ def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
   for name in (outer, *inner):
     assert re.fullmatch(r"while[\w.]* \(jit\(.*while\)", name)
   found = {c.unknown_trip_counts for c in report.operations}
-  assert found == {(outer, name) for name in inner} | (
-    {(outer,)} if platform == "cpu" else set()
-  )
+  assert found == {(outer, name) for name in inner} | ({(outer,)} if platform == "cpu" else set())
 
 
 def settled(x):
@@ -148,9 +136,7 @@ def settled(x):
   (repeated(reduced, 3), False, 3, "cpu"),
   (settled, False, 1, "cpu"),
 ], ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"])  # fmt: skip
-def test_what_ends_a_cycle_is_told_from_loops(
-  fun, differentiable, times, platform
-):
+def test_what_ends_a_cycle_is_told_from_loops(fun, differentiable, times, platform):
   inner = optax.stateless(lambda updates, _: fun(updates))
   tx = accumulate(inner, 2, differentiable=differentiable)
 
@@ -158,9 +144,7 @@ def test_what_ends_a_cycle_is_told_from_loops(
     return tx.update(x, tx.init(x), flush=emit)[0]
 
   emit = jax.ShapeDtypeStruct((), jnp.bool_)
-  report = count(
-    compiled(call, emit, X, platform=platform, in_specs=(P(), ROWS))
-  )
+  report = count(compiled(call, emit, X, platform=platform, in_specs=(P(), ROWS)))
   assert report.at_cycle_end == {"all-reduce": (times, times * BYTES)}
   assert report.inside == report.outside == {}
   (operation,) = report.operations
@@ -218,10 +202,8 @@ def embedding_step(where):
   return step
 
 
-@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])  # fmt: skip
-def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(
-  platform, chips
-):
+@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])
+def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform, chips):
   table = jax.ShapeDtypeStruct((100, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((64 * 12,), jnp.int32)
   reports = {}
@@ -266,17 +248,11 @@ def streaming(gradient, axis_name=None, in_a_scan=False, platform="cpu"):
   """The report on a call of `accumulate` in a shard_map, or on a scan of four."""
   mesh = devices.make_mesh(8, platform=platform)
   tx = accumulate(optax.sgd(0.1), 4, axis_name=axis_name)
-  specs = (
-    accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data")
-    if axis_name
-    else P()
-  )
+  specs = accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data") if axis_name else P()
 
   def call(held, batch):
     params, state = held
-    return tx.apply(gradient(params, batch), state, params), lax.pmean(
-      jnp.mean(batch), "data"
-    )
+    return tx.apply(gradient(params, batch), state, params), lax.pmean(jnp.mean(batch), "data")
 
   def calls(held, batch):
     batches = batch.reshape(4, -1, 32) if in_a_scan else batch
@@ -285,22 +261,15 @@ def streaming(gradient, axis_name=None, in_a_scan=False, platform="cpu"):
   specs = (P(), specs)
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs[1])
   held = PARAMS, jax.eval_shape(init, PARAMS)
-  args = devices.abstract(
-    (held, np.zeros((64, 32), np.float32)), mesh, (specs, ROWS)
-  )
-  mapped = jax.shard_map(
-    calls, mesh=mesh, in_specs=(specs, ROWS), out_specs=(specs, P())
-  )
+  args = devices.abstract((held, np.zeros((64, 32), np.float32)), mesh, (specs, ROWS))
+  mapped = jax.shard_map(calls, mesh=mesh, in_specs=(specs, ROWS), out_specs=(specs, P()))
   return count(jax.jit(mapped).lower(*args).compile())
 
 
 @pytest.mark.parametrize(
-  ("in_a_scan", "platform"),
-  [(False, "cpu"), (False, "tpu"), (True, "cpu"), (True, "tpu")],
+  ("in_a_scan", "platform"), [(False, "cpu"), (False, "tpu"), (True, "cpu"), (True, "tpu")]
 )
-def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(
-  in_a_scan, platform
-):
+def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(in_a_scan, platform):
   report = streaming(of_rows, "data", in_a_scan, platform)
   times = PRINTED[platform] or (4 if in_a_scan else 1)
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENT)}
@@ -311,14 +280,10 @@ def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(
 
 
 @pytest.mark.parametrize(("in_a_scan", "times"), [(False, 1), (True, 4)])
-def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(
-  in_a_scan, times
-):
+def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(in_a_scan, times):
   report = streaming(of_all, in_a_scan=in_a_scan)
   found = rf"(?s)In every microbatch .*\n  {times} a call: all-reduce .*f32\[32,16\].* from jit\("
-  with pytest.raises(
-    AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""
-  ):
+  with pytest.raises(AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""):
     report.assert_once_per_cycle()
   # the metric may travel along
   report.assert_once_per_cycle(nbytes=GRADIENT + 5)
@@ -344,15 +309,11 @@ def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_step_of_the_optimizer_runs_once_a_cycle(accumulates):
   """It has a loop, in which the devices exchange parts of what they hold."""
-  tx = optax.stateless(
-    lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g)
-  )
+  tx = optax.stateless(lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g))
   tx = optax.chain(accumulate(tx, 2)) if accumulates else tx
   mesh = devices.make_mesh(8)
   weigh = (lambda x: jnp.sum(x[:, 0])) if accumulates else None
-  step = make_train_step(
-    mean_loss, tx, num_microbatches=4, mesh=mesh, weight_fn=weigh
-  )
+  step = make_train_step(mean_loss, tx, num_microbatches=4, mesh=mesh, weight_fn=weigh)
   args = PARAMS, jax.eval_shape(tx.init, PARAMS), np.zeros((64, 32), np.float32)
   args = devices.abstract(args, mesh, ({"w": P(None, "data")}, P(), ROWS))
   report = count(step.lower(*args).compile())
@@ -364,9 +325,7 @@ def test_a_step_of_the_optimizer_runs_once_a_cycle(accumulates):
 
 
 def test_small_collectives_can_be_left_out():
-  report = count(
-    compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X)
-  )
+  report = count(compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X))
   assert report.outside == {"all-reduce": (2, BYTES + 4)}
   assert report.at_least(4) == report
   assert report.at_least(5).outside == {"all-reduce": (1, BYTES)}
@@ -406,12 +365,8 @@ ADD = """
   ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
 ])  # fmt: skip
 def test_the_devices_that_exchange_are_named(written, groups):
-  line = (
-    f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
-  )
-  (found,) = count(
-    module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)
-  ).operations
+  line = f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
+  (found,) = count(module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)).operations
   assert groups_of(found) == groups
 
 
@@ -520,14 +475,8 @@ backend_config={{"async_collective_fusion_config":{{"flag_start":"2","flag_end":
 }}
 """
   parts = "".join(
-    part.format(
-      name=name, target=f', custom_call_target="{target}"' if target else ""
-    )
-    for name, target in [
-      ("a", "AsyncCollectiveStart"),
-      ("b", ""),
-      ("c", "AsyncCollectiveDone"),
-    ]
+    part.format(name=name, target=f', custom_call_target="{target}"' if target else "")
+    for name, target in [("a", "AsyncCollectiveStart"), ("b", ""), ("c", "AsyncCollectiveDone")]
   )
   entry = (
     "  %p = f32[4]{0} parameter(0)\n"
@@ -579,9 +528,7 @@ KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
   (KNOWN.format(0), {"all-reduce": (0, 0), "all-to-all": (1, 16)}, ()),
   ("", {"all-reduce": (1, 16), "all-to-all": (1, 16)}, ("loop ()",)),
 ], ids=["five", "none", "not printed"])  # fmt: skip
-def test_the_condition_of_a_loop_runs_once_more_than_its_body(
-  annotation, inside, unknown
-):
+def test_the_condition_of_a_loop_runs_once_more_than_its_body(annotation, inside, unknown):
   entry = (
     "  %p = f32[4]{0} parameter(0)\n"
     "  %carry = (s32[], f32[4]{0}) tuple(%start, %p)\n"
@@ -619,6 +566,8 @@ def test_the_report_prints_as_a_table():
 def test_programs_that_are_not_compiled_are_refused():
   lowered = jax.jit(jnp.sin).lower(1.0)
   for program in (lowered, lowered.as_text(), ""):
-    message = rf"compiled={re.escape(repr(program)[:80])} is no optimized .* pass jax\.jit\(f\)\.lower"
+    message = (
+      rf"compiled={re.escape(repr(program)[:80])} is no optimized .* pass jax\.jit\(f\)\.lower"
+    )
     with pytest.raises(ValueError, match=message):
       count(program)

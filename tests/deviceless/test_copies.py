@@ -13,13 +13,9 @@ from optax_accum import accumulate
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_updates_that_accumulators_cannot_hold_have_buffers_of_their_own(
-  platform,
-):
+def test_updates_that_accumulators_cannot_hold_have_buffers_of_their_own(platform):
   one = Mesh(mesh(platform).devices[:1], ("data",))
-  params = {
-    name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in "abcd"
-  }
+  params = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in "abcd"}
   tx = accumulate(optax.sgd(0.1), 8, accumulator_dtype=jnp.bfloat16)
   args = devices.abstract((params, jax.eval_shape(tx.init, params)), one)
   program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(*args).compile()

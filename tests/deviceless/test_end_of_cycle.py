@@ -10,17 +10,9 @@ import pytest
 from support import devices
 from test_forgotten_sums import mesh, PLATFORMS
 
-from optax_accum import (
-  accumulate,
-  accumulate_specs,
-  count_collectives,
-  make_train_step,
-)
+from optax_accum import accumulate, accumulate_specs, count_collectives, make_train_step
 
-PARAMS = {
-  "w": np.zeros((64, 128), np.float32),
-  "v": np.zeros((128, 8), np.float32),
-}
+PARAMS = {"w": np.zeros((64, 128), np.float32), "v": np.zeros((128, 8), np.float32)}
 GRADIENTS = 4 * (64 * 128 + 128 * 8)
 
 
@@ -43,29 +35,17 @@ def test_gradients_are_summed_where_a_cycle_ends(platform, in_a_scan, reduces):
     return tx.apply(grads, held[1], held[0]), None
 
   def calls(held, batch):
-    return (
-      lax.scan(call, held, batch.reshape(4, -1, 64))[0]
-      if in_a_scan
-      else call(held, batch)[0]
-    )
+    return lax.scan(call, held, batch.reshape(4, -1, 64))[0] if in_a_scan else call(held, batch)[0]
 
   def mapped(fun, in_specs, out_specs):
     return jax.shard_map(
-      fun,
-      mesh=mesh(platform),
-      in_specs=in_specs,
-      out_specs=out_specs,
-      check_vma=False,
+      fun, mesh=mesh(platform), in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
   held = PARAMS, jax.eval_shape(mapped(tx.init, P(), specs[1]), PARAMS)
   rows = specs, P("data")
-  args = devices.abstract(
-    (held, np.zeros((256, 64), np.float32)), mesh(platform), rows
-  )
-  report = count_collectives(
-    jax.jit(mapped(calls, rows, specs)).lower(*args).compile()
-  )
+  args = devices.abstract((held, np.zeros((256, 64), np.float32)), mesh(platform), rows)
+  report = count_collectives(jax.jit(mapped(calls, rows, specs)).lower(*args).compile())
   times = 4 if in_a_scan else 1
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENTS)}
   if reduces:

@@ -37,15 +37,9 @@ SUMS = "all-reduce", "reduce-scatter"
 
 
 def gpu_topology():
-  names = {
-    "SKIP_MDS_QUERY": "1",
-    "ACCELERATOR_TYPE": "h100-8",
-    "WORKER_HOSTNAMES": "localhost",
-  }
+  names = {"SKIP_MDS_QUERY": "1", "ACCELERATOR_TYPE": "h100-8", "WORKER_HOSTNAMES": "localhost"}
   os.environ.update({f"GPU_{name}": value for name, value in names.items()})
-  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = (
-    "1"  # it would look for a driver
-  )
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it would look for a driver
   target = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
   return topologies.get_topology_desc(
     platform="cuda", topology_name="", topology="1x1x8", target_config=target
@@ -67,10 +61,7 @@ def counting(table, ids, counts=None):
   """A loss that counts words, in aux or in a carry."""
   ones = jnp.zeros((WORDS, WIDTH), jnp.int32) if counts is None else counts
   ones = ones.at[ids].add(1)
-  return jnp.sum(table) * 0 + jnp.mean(ids), ones if counts is None else (
-    ones,
-    None,
-  )
+  return jnp.sum(table) * 0 + jnp.mean(ids), ones if counts is None else (ones, None)
 
 
 def step_of(loss_fn=loss_fn, outer=False, **options):
@@ -78,9 +69,7 @@ def step_of(loss_fn=loss_fn, outer=False, **options):
     tx = optax.sgd(0.1)
     sizes = {} if "microbatch_size" in options else {"num_microbatches": 4}
     step = make_train_step(loss_fn, tx, **sizes, **options)
-    carry = (
-      (table.update(dtype=jnp.int32),) if "carry_argnum" in options else ()
-    )
+    carry = (table.update(dtype=jnp.int32),) if "carry_argnum" in options else ()
     step = jax.jit(step) if outer else step
     return step.lower(table, jax.eval_shape(tx.init, table), ids, *carry)
 
@@ -94,12 +83,8 @@ def gradient(**options):
 
 def encoder(fun):
   def lower(table, ids):
-    rows = microbatch(
-      fun, reduction="concat", batch_argnums=1, num_microbatches=4
-    )
-    return jax.jit(
-      jax.grad(lambda *args: jnp.mean(jnp.tanh(rows(*args)) ** 2))
-    ).lower(table, ids)
+    rows = microbatch(fun, reduction="concat", batch_argnums=1, num_microbatches=4)
+    return jax.jit(jax.grad(lambda *args: jnp.mean(jnp.tanh(rows(*args)) ** 2))).lower(table, ids)
 
   return lower
 
@@ -136,24 +121,16 @@ def forgets(lowered):
   """Whether a device adds to zeros in the loop, and sums are taken of that behind it."""
   compiled = lowered.compile()
   *loops, _ = compiled.as_text().split("\nENTRY ")
-  inside = [
-    op for op in count_collectives(compiled).operations if op.loop is not None
-  ]
-  summed = any(
-    op.kind == "all-reduce" and op.bytes >= 4 * TABLE for op in inside
-  )
+  inside = [op for op in count_collectives(compiled).operations if op.loop is not None]
+  summed = any(op.kind == "all-reduce" and op.bytes >= 4 * TABLE for op in inside)
   return "partition-id" in loops[0] and not summed
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_no_device_forgets_its_sum(platform, way, monkeypatch):
-  table = devices.abstract(
-    jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), mesh(platform)
-  )
-  ids = devices.abstract(
-    jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), mesh(platform), P("data")
-  )
+  table = devices.abstract(jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), mesh(platform))
+  ids = devices.abstract(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), mesh(platform), P("data"))
   assert not forgets(WAYS[way](table, ids))
   monkeypatch.setattr(_versions, "HOISTS_ALL_REDUCES", False)
   assert forgets(WAYS[way](table, ids)) == FORGETS
@@ -181,31 +158,21 @@ def test_only_replicas_sum_behind_the_loop(platform, spec, options):
   lowered = step_of(mesh=further, data_axis="replica", **options)(table, ids)
   found = count_collectives(lowered.compile()).operations
   # Of a quarter of the table or more: what a microbatch looks up is far less.
-  large = {
-    (groups_of(op), op.loop)
-    for op in found
-    if op.bytes >= TABLE and op.kind in SUMS
-  }
+  large = {(groups_of(op), op.loop) for op in found if op.bytes >= TABLE and op.kind in SUMS}
   assert large == {(((0, 4), (1, 5), (2, 6), (3, 7)), None)}
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_sharded_table_is_never_summed_whole(platform, spec):
-  table = devices.abstract(
-    jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), mesh(platform), spec
-  )
-  ids = devices.abstract(
-    jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), mesh(platform), P("data")
-  )
+  table = devices.abstract(jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), mesh(platform), spec)
+  ids = devices.abstract(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), mesh(platform), P("data"))
   found = count_collectives(step_of()(table, ids).compile()).operations
   assert not [op for op in found if op.bytes >= TABLE // 2 and op.kind in SUMS]
 
 
 def test_one_device_has_no_barrier():
   one = Mesh(mesh("tpu").devices[:1], ("data",))
-  table = devices.abstract(
-    jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), one
-  )
+  table = devices.abstract(jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), one)
   ids = devices.abstract(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), one)
   assert "optimization_barrier" not in gradient()(table, ids).as_text()

@@ -26,9 +26,7 @@ def loss_fn(params, x):
 def compiled(form, tx, memory):
   """The compiled program of a step, with the moments in such memory."""
   # Of other shardings of shapes JAX forgets the kind of memory.
-  one_device = Mesh(
-    mesh("tpu").devices[:1], ("data",), axis_types=(AxisType.Auto,)
-  )
+  one_device = Mesh(mesh("tpu").devices[:1], ("data",), axis_types=(AxisType.Auto,))
   one = NamedSharding(one_device, PartitionSpec())
   leaf = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32, sharding=one)
   params = {f"w{i:02}": leaf for i in range(LEAVES)}

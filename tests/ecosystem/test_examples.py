@@ -27,11 +27,7 @@ def run(script, *arguments, cwd):
   # Not conftest's eight devices: the examples see to their own.
   flags = f"{fast_compile.FLAGS} {fast_compile.EMITTERS}"
   return subprocess.run(
-    [
-      sys.executable,
-      *([script] if script == "-c" else [ROOT / script]),
-      *arguments,
-    ],
+    [sys.executable, *([script] if script == "-c" else [ROOT / script]), *arguments],
     cwd=cwd,
     env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
     capture_output=True,
@@ -117,9 +113,7 @@ FAILS = [
 
 @pytest.fixture
 def folder(tmp_path):
-  (tmp_path / "text.txt").write_text(
-    "the quick brown fox jumps over the lazy dog. " * 100
-  )
+  (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
   (tmp_path / "empty.txt").touch()
   (tmp_path / "short.txt").write_text("x" * 649)
   # one row to hold out, of --length 1
@@ -134,9 +128,7 @@ def test_runs_to_its_end(example, arguments, printed, folder):
   assert re.search(printed, done.stdout)
   assert "Traceback" not in done.stderr
   if example == "train_lm.py":
-    before, after = map(
-      float, re.search(r"byte: (\S+) before, (\S+) after", done.stdout).groups()
-    )
+    before, after = map(float, re.search(r"byte: (\S+) before, (\S+) after", done.stdout).groups())
     assert after < before - 0.5
     assert "temp stops falling" not in done.stdout
   if "--plot" in arguments:
@@ -151,25 +143,20 @@ ODD_LM = [
   ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),
   (*LEAST_LM, "--plot", "figure.png"),
   (*LEAST_LM, "--batch", "2", "--microbatch", "2", "--data", "least.txt", "--bf16", "--remat"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
 def train_lm(folder, monkeypatch):
   """`train_lm.py` as a function of its arguments: in this process, which has imported JAX."""
-  spec = importlib.util.spec_from_file_location(
-    "train_lm", ROOT / "examples/train_lm.py"
-  )
+  spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples/train_lm.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   monkeypatch.chdir(folder)
 
   def run_main(*arguments):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
-    with (
-      jax.numpy_dtype_promotion("standard"),
-      jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       module.main()
 
   run_main.module = module
@@ -187,38 +174,23 @@ def test_odd_settings_train_too(arguments, train_lm, capsys):
   assert re.search(r"compiling: 100%.* microbatch(es)?, with remat\]", progress)
   if "256" in arguments:
     assert "one step of 1 microbatch and" in printed
-    assert (
-      "temp stops falling where activations are smaller than the gradients"
-      in printed
-    )
+    assert "temp stops falling where activations are smaller than the gradients" in printed
 
 
 def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
   figure = matplotlib.figure.Figure()
   memory = types.SimpleNamespace(temp_size_in_bytes=128 * 2**20)
   step = types.SimpleNamespace(memory_analysis=lambda: memory)
-  compiled = {
-    (count, remat): step for count in (1, 128) for remat in (False, True)
-  }
+  compiled = {(count, remat): step for count in (1, 128) for remat in (False, True)}
   train_lm.module.draw(figure, [3.0, 2.0], [3.0, 2.5], 128, compiled)
   figure.canvas.draw()
   loss_axes, memory_axes = figure.axes
-  curves = {
-    line.get_label(): list(line.get_ydata()) for line in loss_axes.lines
-  }
-  assert curves == {
-    "the whole batch": [3.0, 2.5],
-    "128 microbatches": [3.0, 2.0],
-  }
-  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == [
-    "1",
-    "128",
-  ]
+  curves = {line.get_label(): list(line.get_ydata()) for line in loss_axes.lines}
+  assert curves == {"the whole batch": [3.0, 2.5], "128 microbatches": [3.0, 2.0]}
+  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == ["1", "128"]
   labels = [tick.get_text() for tick in memory_axes.get_yticklabels()]
   assert (labels[0], "100" in labels) == ("0", True)
-  assert all(
-    float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels()
-  )
+  assert all(float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels())
 
 
 # Runs scripts, each with its arguments, in one process, which imports JAX once.
@@ -268,8 +240,6 @@ BENCHMARKS = (
 
 def test_benchmarks_find_what_they_import(tmp_path):
   calls = [(f"benchmarks/{name}", ["--help"]) for name in BENCHMARKS]
-  for name, (status, out, err) in zip(
-    BENCHMARKS, answers(calls, tmp_path), strict=True
-  ):
+  for name, (status, out, err) in zip(BENCHMARKS, answers(calls, tmp_path), strict=True):
     assert status == 0, (name, err)
     assert f"usage: {name}" in out

@@ -46,9 +46,7 @@ def test_training_ends_as_on_whole_batches(page, section):
     assert {leaf.dtype for leaf in expected} == {np.dtype("float64")}
     names = page.run(model + "step = " + loop)
     if page is LOGGING:  # which makes a step there, and takes none
-      names["params"], *_ = oracle.take_steps(
-        names["step"], tx, params, names["batches"]
-      )
+      names["params"], *_ = oracle.take_steps(names["step"], tx, params, names["batches"])
     trees.assert_close(jax.tree.leaves(names["params"]), expected, 1e-10)
 
 
@@ -57,18 +55,14 @@ def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
   keep = "original = jax.tree.leaves(params)\n"
   names = MODELS.run(f"{model}{keep}step = {loop}")
   assert all(leaf.is_deleted() for leaf in names["original"])
-  names = MODELS.run(
-    f"{model}{keep}step = {loop}".replace("num_m", "donate=False, num_m")
-  )
+  names = MODELS.run(f"{model}{keep}step = {loop}".replace("num_m", "donate=False, num_m"))
   assert not any(leaf.is_deleted() for leaf in names["original"])
 
 
 def test_state_of_equinox_is_that_of_a_loop_over_microbatches():
   def loss_fn(params, batch, state):
     model = eqx.combine(params, static)
-    run = jax.vmap(
-      model, axis_name="rows", in_axes=(0, None), out_axes=(0, None)
-    )
+    run = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
     logits, state = run(batch["x"], state)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     return losses.mean(), (state, None)
@@ -84,9 +78,7 @@ def test_state_of_equinox_is_that_of_a_loop_over_microbatches():
     params, static = eqx.partition(model, eqx.is_inexact_array)
     tx = names["tx"]
     found = jax.tree.map(jnp.copy, (params, tx.init(params), state))
-    step = optax_accum.make_train_step(
-      loss_fn, tx, num_microbatches=4, carry_argnum=2
-    )
+    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, carry_argnum=2)
     opt_state = tx.init(params)
     grad = jax.jit(jax.grad(loss_fn, has_aux=True))
     for batch in names["batches"]:
@@ -104,17 +96,13 @@ def test_state_of_equinox_is_that_of_a_loop_over_microbatches():
 
 def documented_metrics():
   """The names in the table of metrics."""
-  return set(
-    re.findall(r"^\|`(\w+)`", LOGGING.sections["Logging"], re.MULTILINE)
-  )
+  return set(re.findall(r"^\|`(\w+)`", LOGGING.sections["Logging"], re.MULTILINE))
 
 
 def test_the_log_has_every_loss():
   names = LOGGING.run(*LOGGING.blocks("Logging"))
   logged = names["numbers"](names["before"])
-  noise = {
-    f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields
-  }
+  noise = {f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields}
   assert noise < logged.keys()
   assert logged.keys() - noise == names["before"].keys() - {"noise_scale"}
   assert names["before"].keys() | {"aux"} == documented_metrics()
@@ -128,18 +116,11 @@ def test_the_log_shows_gradients_and_counts():
   names = LOGGING.run(*LOGGING.blocks("Logging"))
   params, batch = names["params"], names["batches"][0]
   parts = trees.strided(batch, 4)
-  expected = [
-    optax.tree.norm(jax.grad(names["loss_fn"])(params, part)["w"])
-    for part in parts
-  ]
+  expected = [optax.tree.norm(jax.grad(names["loss_fn"])(params, part)["w"]) for part in parts]
   found = names["look"](params, batch)["w"]
   trees.assert_close(found, jnp.stack(expected), 1e-5)
   step = optax_accum.make_train_step(
-    names["counted_loss"],
-    names["tx"],
-    microbatch_size=20,
-    has_aux=True,
-    aux_reduction="sum",
+    names["counted_loss"], names["tx"], microbatch_size=20, has_aux=True, aux_reduction="sum"
   )
   _, _, metrics = step(params, names["opt_state"], batch)
   assert int(metrics["aux"]["rows"]) == 64
@@ -150,21 +131,12 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer(tmp_path):
   documented = re.findall(
     r"^\|`(\w+)`", TROUBLESHOOTING.sections["Names in a profile"], re.MULTILINE
   )
-  assert set(documented) == {
-    "microbatches",
-    "accumulate",
-    "optimizer",
-    "end_of_cycle",
-  }
+  assert set(documented) == {"microbatches", "accumulate", "optimizer", "end_of_cycle"}
   names = LOGGING.run(*LOGGING.blocks("Logging")[:1])
-  params, batch, loss_fn = (
-    names[name] for name in ("params", "batch", "loss_fn")
-  )
+  params, batch, loss_fn = (names[name] for name in ("params", "batch", "loss_fn"))
   tx = names["tx"]
   streaming = optax_accum.accumulate(tx, every_k=4)
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=4, donate=False
-  )
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, donate=False)
 
   @jax.jit
   def mini_step(params, opt_state, batch):
@@ -186,18 +158,11 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer(tmp_path):
   for name in (b"microbatches", b"accumulate", b"optimizer"):
     assert b"/%b/" % name in profile.read_bytes()
   events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
-  for mark, function, count in [
-    ("train", "train_step", 1),
-    ("streaming", "mini_step", 4),
-  ]:
+  for mark, function, count in [("train", "train_step", 1), ("streaming", "mini_step", 4)]:
     marks = [event for event in events if event.get("name") == mark]
     assert [event["args"]["step_num"] for event in marks] == ["0", "1"]
-    calls = [
-      e["ts"] for e in events if e.get("name") == f"PjitFunction({function})"
-    ]
-    in_each = [
-      sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks
-    ]
+    calls = [e["ts"] for e in events if e.get("name") == f"PjitFunction({function})"]
+    in_each = [sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks]
     assert in_each == [len(calls) / 2] * 2
     # JAX may record a call twice, one in the other
     assert len(calls) in (2 * count, 4 * count)
@@ -265,12 +230,8 @@ def test_batch_norm_sees_a_microbatch_and_group_norm_a_row():
     model = Network(norm)
 
     def loss_fn(variables, batch, rngs, model=model):
-      logits, updates = model.apply(
-        variables, batch["x"], mutable=["batch_stats"]
-      )
-      losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["y"]
-      )
+      logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
       return losses.mean(), {"batch_stats": updates.get("batch_stats", {})}
 
     start = {"batch_stats": {}, **model.init(jax.random.key(0), x)}
@@ -293,16 +254,12 @@ def test_batch_norm_sees_a_microbatch_and_group_norm_a_row():
 
 def table(name, number):
   found = json.loads((RESULTS / f"{name}.json").read_text())["tables"][number]
-  return [
-    dict(zip(found["columns"], row, strict=True)) for row in found["rows"]
-  ]
+  return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
 def test_small_batches_trained_as_the_pages_say():
   final, curves, timed = (table("batches", number) for number in range(3))
-  *adapted, kept = [
-    {x: float(row[x]) for x in ("x 0.5", "x 1", "x 2")} for row in final
-  ]
+  *adapted, kept = [{x: float(row[x]) for x in ("x 0.5", "x 1", "x 2")} for row in final]
   assert all(row["x 1"] == min(row.values()) for row in adapted)
   losses = [row["x 1"] for row in adapted]
   assert losses == sorted(losses)
@@ -313,7 +270,4 @@ def test_small_batches_trained_as_the_pages_say():
   assert max(seconds) < 1.1 * min(seconds)
   assert 0.9 < timed[-1]["ms"] / (8 * timed[1]["ms"]) < 1.1
   median, worst = table("noise_scale", 1)[2:]
-  assert (round(median["decay 0.9"], 1), round(worst["decay 0.9"], 1)) == (
-    1.3,
-    3.1,
-  )
+  assert (round(median["decay 0.9"], 1), round(worst["decay 0.9"], 1)) == (1.3, 3.1)

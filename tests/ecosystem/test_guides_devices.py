@@ -59,9 +59,7 @@ TX = optax.sgd(1 / SMALL)
 
 
 def small_loss(logits, y):
-  return (
-    SMALL * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-  )
+  return SMALL * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
 def wrong_order(params, batches):
@@ -74,13 +72,8 @@ def wrong_order(params, batches):
 
   @jax.jit
   def step(params, batch):
-    parts = [
-      jax.grad(scaled)(half(params), part) for part in trees.strided(batch, 4)
-    ]
-    grads = [
-      jax.tree.map(lambda g: (g / 2**15).astype(jnp.float32), part)
-      for part in parts
-    ]
+    parts = [jax.grad(scaled)(half(params), part) for part in trees.strided(batch, 4)]
+    grads = [jax.tree.map(lambda g: (g / 2**15).astype(jnp.float32), part) for part in parts]
     grads = jax.tree.map(lambda *g: sum(g) / 4, *grads)
     return optax.apply_updates(params, TX.update(grads, TX.init(params))[0])
 
@@ -92,9 +85,7 @@ def wrong_order(params, batches):
 def data():
   digits = load_digits()
   x, y = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
-  batches = [
-    {"x": x[i : i + 64], "y": y[i : i + 64]} for i in range(0, 192, 64)
-  ]
+  batches = [{"x": x[i : i + 64], "y": y[i : i + 64]} for i in range(0, 192, 64)]
   return {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}, batches
 
 
@@ -173,9 +164,7 @@ def test_a_sum_in_bfloat16_stops_growing():
     in_parts = optax_accum.microbatch_value_and_grad(
       names["loss_fn"], num_microbatches=448, accumulator_dtype=dtype
     )
-    grads = optax.tree.cast(
-      jax.jit(in_parts)(halves, everything)[1], jnp.float32
-    )
+    grads = optax.tree.cast(jax.jit(in_parts)(halves, everything)[1], jnp.float32)
     difference = optax.tree.norm(optax.tree.sub(grads, exact))
     off.append(float(difference / optax.tree.norm(exact)))
   assert off[0] < 0.02 < off[1]

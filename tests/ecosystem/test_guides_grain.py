@@ -15,9 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLE = (
-  pathlib.Path(__file__).parents[2] / "examples" / "grain_checkpoints.py"
-)
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "grain_checkpoints.py"
 # microbatches of a step and of the run, seconds of a process
 CYCLE, CALLS, LIMIT = (4, 12, 120)
 
@@ -38,11 +36,7 @@ def train(folder, calls, dataset=None, killed_in=None):
   def recorded(params, opt_state, x, y, key):
     call = int(opt_state.gradient_step) * CYCLE + int(opt_state.mini_step)
     with open(folder.with_suffix(".seen"), "a") as file:
-      print(
-        call,
-        zlib.crc32(np.asarray(x).tobytes() + np.asarray(y).tobytes()),
-        file=file,
-      )
+      print(call, zlib.crc32(np.asarray(x).tobytes() + np.asarray(y).tobytes()), file=file)
     if call == killed_in:  # the checkpoint of the call before is being written
       os.kill(os.getpid(), signal.SIGKILL)
     return mini_step(params, opt_state, x, y, key)
@@ -62,32 +56,19 @@ def seen(folder):
 
 def train_in_a_process(folder, killed_in):
   jax.config.update("jax_platforms", "cpu")
-  np.savez(
-    folder.with_suffix(".npz"), *train(folder, CALLS, killed_in=killed_in)
-  )
+  np.savez(folder.with_suffix(".npz"), *train(folder, CALLS, killed_in=killed_in))
 
 
 def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
   server = multiprocessing.get_context("forkserver")
-  server.set_forkserver_preload(
-    [__name__, "flax.nnx", "orbax.checkpoint", "sklearn.datasets"]
-  )
+  server.set_forkserver_preload([__name__, "flax.nnx", "orbax.checkpoint", "sklearn.datasets"])
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   # Killed in the middle of the second and of the third cycle.
-  for folder, killed_in in [
-    (whole, None),
-    (parts, 6),
-    (parts, 9),
-    (parts, None),
-  ]:
-    process = server.Process(
-      target=train_in_a_process, args=(folder, killed_in), daemon=True
-    )
+  for folder, killed_in in [(whole, None), (parts, 6), (parts, 9), (parts, None)]:
+    process = server.Process(target=train_in_a_process, args=(folder, killed_in), daemon=True)
     process.start()
     process.join(LIMIT)
-    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), (
-      process.exitcode
-    )
+    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), process.exitcode
 
   expected = dict(seen(whole))
   assert list(expected) == list(range(CALLS))
@@ -144,9 +125,7 @@ class Wrong:
 
 
 def on_the_device():
-  return grain.experimental.device_put(
-    names_of_example()["dataset"], jax.devices()[0]
-  )
+  return grain.experimental.device_put(names_of_example()["dataset"], jax.devices()[0])
 
 
 @pytest.mark.parametrize(("make", "skipped"), [
@@ -155,9 +134,7 @@ def on_the_device():
   (lambda: Wrong(ReadAhead), 2),
   (lambda: Wrong(FromTheStart), -6),
 ], ids=["example", "device_put", "read ahead by hand", "no position"])  # fmt: skip
-def test_the_position_is_that_of_the_last_batch_trained_on(
-  tmp_path, make, skipped
-):
+def test_the_position_is_that_of_the_last_batch_trained_on(tmp_path, make, skipped):
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   expected = train(whole, CALLS)
   train(parts, 6, make())

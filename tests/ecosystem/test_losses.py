@@ -19,9 +19,7 @@ PAGE = Page("losses.md")
 LOSSES = [
   (title, block)
   for text in PAGE.sections.values()
-  for title, _, body in (
-    part.partition("\n") for part in text.split("### ")[1:]
-  )
+  for title, _, body in (part.partition("\n") for part in text.split("### ")[1:])
   for block in code_of(body)
 ]
 # Further ones, by the comment above each, in a file that the page links to.
@@ -41,10 +39,7 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")
 def page():
   """The names of the page before its comparisons, in float64."""
   x64, names = jax.config.read("jax_enable_x64"), {}
-  usual = (
-    jax.numpy_dtype_promotion("standard"),
-    jax.numpy_rank_promotion("allow"),
-  )
+  usual = (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
   with pytest.MonkeyPatch.context() as patch, usual[0], usual[1]:
     patch.syspath_prepend(DOCS)
     for block in [*code_of(PAGE.opening), *(block for _, block in LOSSES)]:
@@ -60,42 +55,26 @@ class Watched:
     self.page, self.losses, self.mistakes = page, [], []
 
   def split(self, loss, *unsplit, **options):
-    step = optax_accum.make_train_step(
-      loss, SGD, **{"num_microbatches": 4, **options}
-    )
+    step = optax_accum.make_train_step(loss, SGD, **{"num_microbatches": 4, **options})
     gradient = self.page["split"](loss, *unsplit, **options)
 
     def mistaken(params, batch):
-      self.mistakes.append(
-        step.check(params, SGD.init(params), batch, *unsplit).ok
-      )
+      self.mistakes.append(step.check(params, SGD.init(params), batch, *unsplit).ok)
       return gradient(params, batch)
 
     return mistaken
 
-  def compare(
-    self, data, loss, *unsplit, mistake, whole=None, sharded=None, **options
-  ):
-    step = optax_accum.make_train_step(
-      loss, SGD, **{"num_microbatches": 4, **options}
-    )
+  def compare(self, data, loss, *unsplit, mistake, whole=None, sharded=None, **options):
+    step = optax_accum.make_train_step(loss, SGD, **{"num_microbatches": 4, **options})
     params, batch = data
     self.losses.append(step.check(params, SGD.init(params), batch, *unsplit).ok)
     self.page["compare"](
-      data,
-      loss,
-      *unsplit,
-      mistake=mistake,
-      whole=whole,
-      sharded=sharded,
-      **options,
+      data, loss, *unsplit, mistake=mistake, whole=whole, sharded=sharded, **options
     )
 
 
 @pytest.mark.parametrize(
-  ("title", "block"),
-  LOSSES + FURTHER,
-  ids=[title for title, _ in LOSSES + FURTHER],
+  ("title", "block"), LOSSES + FURTHER, ids=[title for title, _ in LOSSES + FURTHER]
 )
 def test_a_loss_is_exact_and_its_mistake_is_found(title, block, page):
   watched = Watched(page)
@@ -120,20 +99,14 @@ def test_a_comparison_can_fail(page):
 
 def test_a_gan_trains_as_on_whole_batches(page):
   g, d, batch = (page[name] for name in ("generator", "discriminator", "noisy"))
-  batches = [
-    jax.tree.map(operator.itemgetter(slice(rows)), batch) for rows in (24, 32)
-  ]
+  batches = [jax.tree.map(operator.itemgetter(slice(rows)), batch) for rows in (24, 32)]
   g_tx, d_tx = optax.adam(1e-2), optax.rmsprop(1e-2)
   found = page["train"](*jax.tree.map(jnp.array, (g, d)), batches, g_tx, d_tx)
   g_state, d_state = g_tx.init(g), d_tx.init(d)
   for batch in batches:
-    updates, d_state = d_tx.update(
-      jax.grad(page["d_loss"])(d, batch, g), d_state, d
-    )
+    updates, d_state = d_tx.update(jax.grad(page["d_loss"])(d, batch, g), d_state, d)
     d = optax.apply_updates(d, updates)
-    updates, g_state = g_tx.update(
-      jax.grad(page["g_loss"])(g, batch, d), g_state, g
-    )
+    updates, g_state = g_tx.update(jax.grad(page["g_loss"])(g, batch, d), g_state, g)
     g = optax.apply_updates(g, updates)
   trees.assert_close(found, (g, d), 1e-10)
 
@@ -154,9 +127,7 @@ def test_counts_that_change_reach_every_kind_of_step(page):
   )
   options, expected = {"num_microbatches": 2, "weight_fn": tokens}, start
   for _ in range(2):
-    grads = jax.grad(
-      lambda params: experts(params, batch, page["shares"](params, batch))
-    )(expected)
+    grads = jax.grad(lambda params: experts(params, batch, page["shares"](params, batch)))(expected)
     expected = jax.tree.map(lambda p, g: p - g, expected, grads)
 
   params, opt_state = jax.tree.map(jnp.array, start), SGD.init(start)

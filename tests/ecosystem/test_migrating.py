@@ -46,9 +46,7 @@ def test_multi_steps_goes_on_after_a_cycle():
   exec(code, names)
   for batch in migrating.EVEN[8:]:
     state = names["params"], names["opt_state"]
-    names["params"], names["opt_state"] = names["mini_step"](
-      *state, batch, False
-    )
+    names["params"], names["opt_state"] = names["mini_step"](*state, batch, False)
   expected = migrating.PAGE.run(before, batches=migrating.EVEN)["params"]
   trees.assert_close(names["params"], expected, 1e-6)
 
@@ -74,9 +72,7 @@ def test_the_loop_of_a_linen_train_state_has_the_same_steps():
 def test_a_linen_train_state_goes_on_after_a_cycle():
   section = "A linen `TrainState`"
   before, after = migrating.PAGE.blocks(section)
-  [code] = re.findall(
-    r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section]
-  )
+  [code] = re.findall(r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section])
   old = migrating.PAGE.run(before, batches=migrating.EVEN[:8])["state"]
   names = migrating.PAGE.run(after, batches=[])
   names["state"] = eval(code, {**names, "old": old, "converted": converted()})
@@ -108,18 +104,12 @@ def test_the_loop_of_an_accumulator_has_the_same_steps():
 def test_flax_goes_on_after_a_cycle():
   section = "Flax's cookbook"
   shared, before, after = migrating.PAGE.blocks(section)
-  [code] = re.findall(
-    r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section]
-  )
+  [code] = re.findall(r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section])
   trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
   old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:8])
   # The loop after, around the model that the loop before has trained.
   names = migrating.PAGE.run(
-    shared,
-    "model = trained_model",
-    after,
-    batches=[],
-    trained_model=old["model"],
+    shared, "model = trained_model", after, batches=[], trained_model=old["model"]
   )
   exec(code, {**names, "old": old["optimizer"], "converted": converted()})
   for batch in migrating.EVEN[8:]:
@@ -146,17 +136,13 @@ def test_the_loop_of_keras_has_the_same_steps():
   ("Adam(0.01, epsilon=1e-12", "adam(0.01, eps=1e-12", True),
   ("Adam(0.01", "adam(0.01, eps=1e-7", False),
 ])  # fmt: skip
-def test_the_loop_of_keras_has_the_same_steps_with_other_optimizers(
-  in_keras, in_optax, same
-):
+def test_the_loop_of_keras_has_the_same_steps_with_other_optimizers(in_keras, in_optax, same):
   *shared, before, after = migrating.PAGE.blocks("Keras")
   assert "SGD(\n  0.5, momentum=0.9" in before
   assert "sgd(0.5, momentum=0.9" in after
   before = before.replace("SGD(\n  0.5, momentum=0.9", in_keras)
   after = after.replace("sgd(0.5, momentum=0.9", in_optax)
-  before, after = (
-    keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after)
-  )
+  before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
   assert (trees.largest_difference(after, before) < 2e-6) == same
 
 
@@ -164,13 +150,9 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   shared, _, after = migrating.PAGE.blocks("Keras")
   dense = 'keras.layers.Dense(16, "tanh"), '
   assert dense in shared
-  layers = (
-    f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
-  )
+  layers = f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
   names = migrating.PAGE.run(shared.replace(dense, layers), after)
-  seeds, mean, _ = (
-    variable.value for variable in names["model"].non_trainable_variables
-  )
+  seeds, mean, _ = (variable.value for variable in names["model"].non_trainable_variables)
   assert seeds[1] == len(names["batches"])  # how often it was drawn from
   assert jnp.any(mean != 0)
 
@@ -203,9 +185,7 @@ def test_rows_in_the_last_axis_are_moved():
   def loss_of_first(params, batch):
     return loss_of_last(params, {**batch, "x": jnp.moveaxis(batch["x"], 0, -1)})
 
-  step = optax_accum.make_train_step(
-    loss_of_first, tx, num_microbatches=4, donate=False
-  )
+  step = optax_accum.make_train_step(loss_of_first, tx, num_microbatches=4, donate=False)
   last = {**batch, "x": batch["x"].T}
   first = {**last, "x": jnp.moveaxis(last["x"], -1, 0)}
   params = names["params"]
@@ -223,9 +203,7 @@ def test_a_batch_goes_by_name():
     loss_by_name, num_microbatches=4, batch_argnums="batch"
   )
   found = value_and_grad(names["params"], batch=names["batch"])
-  expected = jax.value_and_grad(names["loss_fn"])(
-    names["params"], names["batch"]
-  )
+  expected = jax.value_and_grad(names["loss_fn"])(names["params"], names["batch"])
   trees.assert_close(found, expected, 1e-6)
 
 
@@ -254,9 +232,7 @@ def test_gradients_are_reduced_in_every_microbatch_without_a_mesh():
   mesh = jax.sharding.Mesh(jax.devices(), ("data",))
   rows = jax.NamedSharding(mesh, jax.P("data"))
   everywhere = jax.NamedSharding(mesh, jax.P())
-  step = optax_accum.make_train_step(
-    names["loss_fn"], tx, num_microbatches=4, donate=False
-  )
+  step = optax_accum.make_train_step(names["loss_fn"], tx, num_microbatches=4, donate=False)
   args = (
     *jax.device_put((params, tx.init(params)), everywhere),
     jax.device_put(names["batch"], rows),

@@ -11,11 +11,7 @@ from optax_accum import accumulate, has_updated
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")
 
-CASES = [
-  x
-  for x in dir(_accumulation_test.AccumulationTest)
-  if x.startswith("test_multi_steps")
-]
+CASES = [x for x in dir(_accumulation_test.AccumulationTest) if x.startswith("test_multi_steps")]
 assert len(CASES) >= 8  # of none pytest would say that they are skipped
 
 
@@ -51,8 +47,6 @@ def test_optaxs_own_tests_of_multi_steps_hold_of_accumulate(name, monkeypatch):
   monkeypatch.setattr(_accumulation, "MultiSteps", MultiSteps)
   result = unittest.TestResult()
   _accumulation_test.AccumulationTest(name).run(result)
-  problems = [
-    text for _, text in result.errors + result.failures + result.skipped
-  ]
+  problems = [text for _, text in result.errors + result.failures + result.skipped]
   assert not problems, "\n".join(problems)
   assert result.testsRun == 1

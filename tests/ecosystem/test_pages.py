@@ -62,18 +62,14 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_a_broken_link_is_found():
-  text = (
-    "# A `b`: c\n[x](#a-b-c) [y](#d) [z](no.md) [w](index.md#which-function)"
-  )
+  text = "# A `b`: c\n[x](#a-b-c) [y](#d) [z](no.md) [w](index.md#which-function)"
   assert broken(DOCS / "faq.md", text) == ["#d", "no.md"]
 
 
 def not_plain(text):
   """What only a site would show: roles, directives, and code in a language that nobody runs."""
   fences = re.findall(r"^ *(?:`{3,}|~{3,}|:{3,})(.+)$", text, re.MULTILINE)
-  unknown = [
-    x for x in fences if x.strip() not in ("python", "sh", "text", "diff")
-  ]
+  unknown = [x for x in fences if x.strip() not in ("python", "sh", "text", "diff")]
   return unknown + re.findall(r"\{[\w:-]+\}`[^`]*`", prose(text))
 
 
@@ -107,11 +103,7 @@ def test_tables_are_those_of_the_results(page):
 
 
 def test_every_table_is_in_a_page():
-  found = [
-    name
-    for page in PAGES
-    for _, name, _ in tables.MARKED.findall(page.read_text())
-  ]
+  found = [name for page in PAGES for _, name, _ in tables.MARKED.findall(page.read_text())]
   assert len(found) == len(set(found)) >= 6
   for name in found:
     assert "|" in getattr(tables, name)() or name == "summary"
@@ -121,9 +113,7 @@ def test_every_table_is_in_a_page():
 def test_the_code_of_a_page_runs_and_prints_what_the_page_has(page):
   """In a process of its own, on 8 devices, with JAX as it comes."""
   command = [sys.executable, outputs.__file__, "--check", page]
-  run = subprocess.run(
-    command, env=outputs.environment(), capture_output=True, text=True
-  )
+  run = subprocess.run(command, env=outputs.environment(), capture_output=True, text=True)
   assert run.returncode == 0, run.stderr[-3000:]
 
 

@@ -22,24 +22,13 @@ def older(svg, results):
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
 def test_no_picture_is_older_than_a_result(picture):
-  assert (
-    older(
-      picture.read_text(), [json.loads(path.read_text()) for path in RESULTS]
-    )
-    == []
-  )
+  assert older(picture.read_text(), [json.loads(path.read_text()) for path in RESULTS]) == []
 
 
 def test_an_older_picture_is_found():
   svg = "<dc:date>2026-01-31T09:00:00.1</dc:date>"
-  times = (
-    "2026-01-31T08:59:59+00:00",
-    "2026-01-31T09:00:30+00:00",
-    "2026-02-01T00:00:00+00:00",
-  )
-  assert older(
-    svg, [{"command": time, "date": time} for time in times]
-  ) == list(times[1:])
+  times = ("2026-01-31T08:59:59+00:00", "2026-01-31T09:00:30+00:00", "2026-02-01T00:00:00+00:00")
+  assert older(svg, [{"command": time, "date": time} for time in times]) == list(times[1:])
 
 
 def test_there_are_pictures_and_results():
@@ -53,9 +42,7 @@ def test_a_result_says_how_it_was_made(path):
   assert {"command", "date", "machine", "versions", "tables"} == set(result)
   assert result["command"].startswith("python benchmarks/")
   assert {"cpu", "cores", "device"} <= set(result["machine"])
-  assert {"python", "jax", "jaxlib", "optax", "optax_accum"} <= set(
-    result["versions"]
-  )
+  assert {"python", "jax", "jaxlib", "optax", "optax_accum"} <= set(result["versions"])
   for table in result["tables"]:
     assert table["rows"]
     assert all(len(row) == len(table["columns"]) for row in table["rows"])

@@ -40,14 +40,10 @@ def test_what_is_allocated_is_within_the_limit():
   args, rows = planned.mlp_args(64, LARGE), LARGE
   steps = planned.Compilations(planned.mlp_loss, args)
   limit = (steps.memory(8) + steps.memory(4)) // 2
-  plan = plan_microbatches(
-    steps.build_step, args, batch_size=rows, memory_limit=limit
-  )
+  plan = plan_microbatches(steps.build_step, args, batch_size=rows, memory_limit=limit)
   assert plan.num_microbatches == 8
   command = [sys.executable, "-c", ALLOCATION, str(LARGE), "8", "4"]
   here = pathlib.Path(__file__).parents[1]
-  run = subprocess.run(
-    command, cwd=here, stdout=subprocess.PIPE, text=True, check=True
-  )
+  run = subprocess.run(command, cwd=here, stdout=subprocess.PIPE, text=True, check=True)
   allocated = dict(zip((8, 4), map(int, run.stdout.split()), strict=True))
   assert allocated[8] <= limit < allocated[4], (plan, allocated)

@@ -37,7 +37,7 @@ FIGURES = [
   ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
   ("| 40 (26.3 MiB) |", ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops")),
   ("| 1 (3.3 MiB) |", ("collectives", 0, "optax_accum", "reductions outside")),
-]  # fmt: skip
+]
 
 # README's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -51,9 +51,7 @@ def run(*snippets):
 
 
 def fenced(language):
-  return re.findall(
-    rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
-  )
+  return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def test_readme_is_short():
@@ -76,9 +74,7 @@ def test_snippets_run_one_after_another():
 
 
 def test_the_first_snippet_ends_with_a_check(capsys):
-  assert (
-    SNIPPETS[0].rstrip().endswith("print(step.check(params, opt_state, batch))")
-  )
+  assert SNIPPETS[0].rstrip().endswith("print(step.check(params, opt_state, batch))")
   run(SNIPPETS[0])
   assert "check_split: ok" in capsys.readouterr().out
 
@@ -86,9 +82,7 @@ def test_the_first_snippet_ends_with_a_check(capsys):
 def test_both_sides_of_the_diff_are_one_step():
   (diff,) = fenced("diff")
   lines = diff.splitlines()
-  before, after = (
-    "\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+"
-  )
+  before, after = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
   start = run(SNIPPETS[0])
   rows = {"x": start["x"], "y": jnp.sin(start["x"]).sum(axis=1)}
   results = []
@@ -100,9 +94,7 @@ def test_both_sides_of_the_diff_are_one_step():
   (params, state, metrics), (new_params, new_state, new_metrics) = results
   assert not jnp.array_equal(params, jnp.ones(16))
   trees.assert_close((params, state), (new_params, new_state), 1e-5)
-  assert float(metrics["loss"]) == pytest.approx(
-    float(new_metrics["loss"]), rel=1e-5
-  )
+  assert float(metrics["loss"]) == pytest.approx(float(new_metrics["loss"]), rel=1e-5)
 
 
 def test_what_a_masked_loss_prints_is_what_readme_says():
@@ -143,9 +135,7 @@ def flax_takes(option):
     try:
       make(loss, **{option: object()})
     except TypeError as error:
-      unknown = re.search(
-        "takes no|has no option|unexpected keyword", str(error)
-      )
+      unknown = re.search("takes no|has no option|unexpected keyword", str(error))
       taken.add(unknown is None)
     except ValueError:
       taken.add(True)
@@ -163,12 +153,7 @@ def test_a_function_takes_the_options_that_the_table_says():
       if column == "Flax steps":
         takes = flax_takes(option)
       else:
-        takes = (
-          option
-          in inspect.signature(
-            getattr(optax_accum, column.strip("`"))
-          ).parameters
-        )
+        takes = option in inspect.signature(getattr(optax_accum, column.strip("`"))).parameters
       assert takes == (cell == "yes"), (option, column)
 
 
@@ -178,10 +163,7 @@ def test_the_table_of_options_is_short():
 
 def test_the_oldest_versions_are_those_of_the_project():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  required = [
-    *project["dependencies"],
-    *project["optional-dependencies"]["flax"],
-  ]
+  required = [*project["dependencies"], *project["optional-dependencies"]["flax"]]
   floors = dict(x.split(">=") for x in required if ">=" in x)
   text = " ".join(README.split())
   for package in ("jax", "optax", "flax"):
@@ -192,8 +174,7 @@ def test_the_oldest_versions_are_those_of_the_project():
 
 def test_the_versions_of_the_figures_are_told():
   told = re.search(
-    r"of versions ([\d.]+) and ([\d.]+), with JAX ([\d.]+) and ([\d.]+)\.",
-    " ".join(README.split()),
+    r"of versions ([\d.]+) and ([\d.]+), with JAX ([\d.]+) and ([\d.]+)\.", " ".join(README.split())
   )
   results = [
     json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -205,9 +186,9 @@ def test_the_versions_of_the_figures_are_told():
 
 
 def recorded(name, table, first, column):
-  found = json.loads(
-    (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
-  )["tables"][table]
+  found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["tables"][
+    table
+  ]
   (row,) = (r for r in found["rows"] if first in r)
   return row[found["columns"].index(column)]
 

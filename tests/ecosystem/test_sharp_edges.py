@@ -20,9 +20,7 @@ def loss_fn(params, batch):
 
 
 def start():
-  return {"w": jnp.zeros(4), "b": jnp.zeros(())}, jax.random.normal(
-    jax.random.key(0), (64, 4)
-  )
+  return {"w": jnp.zeros(4), "b": jnp.zeros(())}, jax.random.normal(jax.random.key(0), (64, 4))
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -38,23 +36,16 @@ def test_eager_arithmetic_after_a_step_over_a_mesh(explicit):
   if not explicit:
     assert optax.tree.norm(params) > 0
     return
-  (message,) = re.findall(
-    "ValueError: (Length of device assignment[^`]*)`", PAGE
-  )
+  (message,) = re.findall("ValueError: (Length of device assignment[^`]*)`", PAGE)
   with pytest.raises(ValueError, match=re.escape(message)):
     optax.tree.norm(params)
 
 
 def test_stepped_is_that_of_the_part_that_accumulates():
-  parts = {
-    "slow": optax_accum.accumulate(optax.sgd(0.1), 2),
-    "fast": optax.sgd(0.1),
-  }
+  parts = {"slow": optax_accum.accumulate(optax.sgd(0.1), 2), "fast": optax.sgd(0.1)}
   tx = optax.partition(parts, {"w": "slow", "b": "fast"})
   params, batch = start()
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=4, donate=False
-  )
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, donate=False)
   moved, state, metrics = step(params, tx.init(params), batch)
   assert not metrics["stepped"]
   assert moved["b"] != params["b"]

@@ -37,9 +37,7 @@ def assert_mistakes_alone(found):
   assert {name for name, _ in marked} == {"user_wrong.py"}
   lines = {(name, int(line)) for name, line, _ in found}
   assert not marked - lines, "no error where there should be one"
-  assert not lines - marked, [
-    error for error in found if (error[0], int(error[1])) not in marked
-  ]
+  assert not lines - marked, [error for error in found if (error[0], int(error[1])) not in marked]
 
 
 def test_mypy_knows_the_types_of_what_is_public():
@@ -48,9 +46,7 @@ def test_mypy_knows_the_types_of_what_is_public():
   cache = str(HERE.parents[2] / ".mypy_cache")
   done = check("mypy", *options, "--cache-dir", cache, *FILES, MYPYPATH=LIBRARY)
   assert done.returncode == 1, done.stderr
-  assert_mistakes_alone(
-    re.findall(r"(?m)^(\S+?):(\d+): error: (.*)", done.stdout)
-  )
+  assert_mistakes_alone(re.findall(r"(?m)^(\S+?):(\d+): error: (.*)", done.stdout))
 
 
 def test_pyright_knows_the_types_of_what_is_public(tmp_path):
@@ -58,16 +54,10 @@ def test_pyright_knows_the_types_of_what_is_public(tmp_path):
   folder = shutil.copytree(HERE, tmp_path / "typing")
   config = folder / "pyrightconfig.json"
   config.write_text(json.dumps({"include": FILES, "extraPaths": [LIBRARY]}))
-  done = check(
-    "pyright", "-p", str(config), "--pythonpath", sys.executable, "--outputjson"
-  )
+  done = check("pyright", "-p", str(config), "--pythonpath", sys.executable, "--outputjson")
   assert done.returncode == 1, (done.stdout, done.stderr)
   found = [
-    (
-      pathlib.Path(e["file"]).name,
-      e["range"]["start"]["line"] + 1,
-      e["message"],
-    )
+    (pathlib.Path(e["file"]).name, e["range"]["start"]["line"] + 1, e["message"])
     for e in json.loads(done.stdout)["generalDiagnostics"]
     if e["severity"] == "error"
   ]

@@ -26,9 +26,7 @@ class LoraState(train_state.TrainState):
 
 
 def make_base():
-  return {
-    "kernel": jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / WIDTH**0.5
-  }
+  return {"kernel": jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / WIDTH**0.5}
 
 
 def make_adapters():
@@ -43,9 +41,7 @@ def apply(base, adapters, batch):
 
 
 def make_batch():
-  x, y = (
-    np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
-  )
+  x, y = np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
   return {"x": x, "y": y}
 
 
@@ -54,9 +50,7 @@ def of_field(variables, batch, rngs):
 
 
 def of_params(variables, batch, rngs):
-  return apply(
-    variables["params"]["base"], variables["params"]["adapters"], batch
-  )
+  return apply(variables["params"]["base"], variables["params"]["adapters"], batch)
 
 
 def size(tree):
@@ -76,9 +70,7 @@ def test_a_base_in_a_field_has_no_gradient_and_is_stepped_by_none(mesh):
   tx = optax.adam(0.01)
 
   def make():
-    return LoraState.create(
-      apply_fn=None, params=make_adapters(), base=base, tx=tx
-    )
+    return LoraState.create(apply_fn=None, params=make_adapters(), base=base, tx=tx)
 
   assert size(make().opt_state) == 2 * size(adapters) + 4
   step = linen_train_step(of_field, num_microbatches=2, mesh=mesh)
@@ -102,16 +94,10 @@ def test_the_accumulator_of_a_scan_is_that_of_the_adapters():
   base, adapters, batch = make_base(), make_adapters(), make_batch()
   tx = optax.adam(0.01)
   step = linen_train_step(of_field, num_microbatches=4)
-  ours = temp_bytes(
-    step,
-    LoraState.create(apply_fn=None, params=adapters, base=base, tx=tx),
-    batch,
-  )
+  ours = temp_bytes(step, LoraState.create(apply_fn=None, params=adapters, base=base, tx=tx), batch)
   # A partition of the parameters saves moments alone: the gradients of all are added up.
   params = {"adapters": make_adapters(), "base": make_base()}
-  state = train_state.TrainState.create(
-    apply_fn=None, params=params, tx=partitioned(tx)
-  )
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=partitioned(tx))
   assert size(state.opt_state) == 2 * size(adapters) + 4
   step = linen_train_step(of_params, num_microbatches=4)
   assert temp_bytes(step, state, batch) > size(base) > ours
@@ -121,33 +107,23 @@ def test_the_accumulator_of_a_scan_is_that_of_the_adapters():
 def test_the_accumulator_of_a_stream_is_that_of_the_adapters(how):
   base, adapters, batch = make_base(), make_adapters(), make_batch()
   tx = optax.adam(0.01)
-  mask, frozen = (
-    {"adapters": True, "base": False},
-    {"adapters": False, "base": True},
-  )
+  mask, frozen = {"adapters": True, "base": False}, {"adapters": False, "base": True}
   params = {"adapters": adapters, "base": base}
   if how == "partition":
-    inside, outside = (
-      partitioned(accumulate(tx, 2)),
-      accumulate(partitioned(tx), 2),
-    )
+    inside, outside = partitioned(accumulate(tx, 2)), accumulate(partitioned(tx), 2)
   else:
     zero = optax.masked(optax.set_to_zero(), frozen)
     inside = optax.chain(optax.masked(accumulate(tx, 2), mask), zero)
     outside = accumulate(optax.chain(optax.masked(tx, mask), zero), 2)
   results = []
   for transform in (inside, outside):
-    state = optax_accum.flax.TrainState.create(
-      apply_fn=None, params=params, tx=transform
-    )
+    state = optax_accum.flax.TrainState.create(apply_fn=None, params=params, tx=transform)
     accumulated = size(optax.tree.get(state.opt_state, "acc_grads"))
     assert accumulated == size(params if transform is outside else adapters)
 
     @jax.jit
     def mini_step(state, part):
-      grads = jax.grad(lambda p: apply(p["base"], p["adapters"], part))(
-        state.params
-      )
+      grads = jax.grad(lambda p: apply(p["base"], p["adapters"], part))(state.params)
       return state.apply_gradients(grads=grads, weight=len(part["x"]))
 
     for part in trees.strided(batch, 2):
@@ -157,9 +133,5 @@ def test_the_accumulator_of_a_stream_is_that_of_the_adapters(how):
     results.append(state.params["adapters"])
   trees.assert_close(*results, 1e-6)
   grads = jax.grad(lambda p: apply(base, p, batch))(adapters)
-  expected = train_state.TrainState.create(
-    apply_fn=None, params=adapters, tx=tx
-  )
-  trees.assert_close(
-    results[0], expected.apply_gradients(grads=grads).params, 1e-4
-  )
+  expected = train_state.TrainState.create(apply_fn=None, params=adapters, tx=tx)
+  trees.assert_close(results[0], expected.apply_gradients(grads=grads).params, 1e-4)

@@ -59,10 +59,7 @@ def test_linen(shape):
     calls = rows(8, 24)
     start = model.init(jax.random.key(0), calls[0])
     state = State.create(
-      apply_fn=model.apply,
-      params=start["params"],
-      tx=optax.sgd(0.1),
-      seen=start["seen"],
+      apply_fn=model.apply, params=start["params"], tx=optax.sgd(0.1), seen=start["seen"]
     )
     step = linen_train_step(
       loss_fn,
@@ -103,10 +100,7 @@ def test_a_count_of_linen_without_a_word_is_refused_over_devices():
     return jnp.mean(batch @ variables["params"]["w"]), {"seen": seen}
 
   state = State.create(
-    apply_fn=None,
-    params={"w": jnp.ones(4)},
-    tx=optax.sgd(0.1),
-    seen={"rows": jnp.int32(0)},
+    apply_fn=None, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1), seen={"rows": jnp.int32(0)}
   )
   step = linen_train_step(loss_fn, mutable=["seen"], **options((8,)))
   batch = np.ones((8, 4), np.float32)
@@ -141,9 +135,7 @@ def test_nnx(shape):
     calls = rows(8, 24)
     model = Dropping()
     twin = copy.deepcopy(model)
-    optimizers = [
-      nnx.Optimizer(x, optax.sgd(0.1), wrt=nnx.Param) for x in (model, twin)
-    ]
+    optimizers = [nnx.Optimizer(x, optax.sgd(0.1), wrt=nnx.Param) for x in (model, twin)]
     step = nnx_train_step(loss_fn, donate=False, **options(shape))
     for number in 1, 2:
       metrics = step(model, optimizers[0], np.concatenate(calls), 2.0)
@@ -153,9 +145,7 @@ def test_nnx(shape):
         cycle = step.add(cycle, twin, batch, scale=2.0)
         assert twin.seen[...] == before  # until the cycle has finished
       found = step.finish(twin, optimizers[1], cycle)
-      trees.assert_close(
-        *(nnx.state(x, nnx.Param) for x in (twin, model)), 1e-12
-      )
+      trees.assert_close(*(nnx.state(x, nnx.Param) for x in (twin, model)), 1e-12)
       assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-12)
       assert optimizers[1].step[...] == number
       # Of the mean of the devices, where there are several.
@@ -201,9 +191,7 @@ def test_cycles_of_an_nnx_model_are_merged(shape):
 
 
 def test_nothing_holds_a_step_that_had_a_cycle():
-  step = nnx_train_step(
-    lambda model, batch: jnp.mean(model.dense(batch)), num_microbatches=1
-  )
+  step = nnx_train_step(lambda model, batch: jnp.mean(model.dense(batch)), num_microbatches=1)
   model = Dropping()
   step.add(step.begin(model), model, *rows(2))
   dropped = weakref.ref(step)
@@ -243,9 +231,7 @@ def test_linen_refuses_another_order(match, use):
   def loss_fn(variables, batch, rngs, scale):
     return 0.0
 
-  state = State.create(
-    apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), seen={}
-  )
+  state = State.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), seen={})
   step = linen_train_step(loss_fn, num_microbatches=1)
   with pytest.raises(TypeError, match=match):
     use(step, state)
@@ -273,13 +259,10 @@ def test_finish_leaves_what_starts_as_the_parameters(shape):
     return jnp.mean((batch @ w - 2 * batch @ teacher) ** 2)
 
   step = linen_train_step(
-    lambda v, batch, _: distance(v["params"]["w"], batch, v["teacher"]["w"]),
-    **options(shape),
+    lambda v, batch, _: distance(v["params"]["w"], batch, v["teacher"]["w"]), **options(shape)
   )
   params = {"w": jnp.ones((4, 2))}
-  state = TaughtState.create(
-    apply_fn=None, params=params, tx=tx, teacher=params
-  )
+  state = TaughtState.create(apply_fn=None, params=params, tx=tx, teacher=params)
   state, _ = step.finish(state, step.add(step.begin(state), state, x))
   assert state.teacher["w"].tolist() == np.ones((4, 2)).tolist()
 

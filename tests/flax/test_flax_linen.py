@@ -14,14 +14,7 @@ import pytest
 from support import linen, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.linen import (
-  make_batch,
-  make_state,
-  mean_loss,
-  Model,
-  total,
-  with_weight,
-)
+from support.linen import make_batch, make_state, mean_loss, Model, total, with_weight
 from support.samples import more
 
 from optax_accum import accumulate
@@ -34,9 +27,7 @@ def steps_of_flax(state, loss_fn, batch, count):
   @jax.jit
   def steps(state, batch):
     for _ in range(count):
-      state = state.apply_gradients(
-        grads=jax.grad(loss_fn)(state.params, batch)
-      )
+      state = state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
     return state
 
   return jax.device_get(steps(state, batch))
@@ -56,13 +47,11 @@ def expected_steps():
     def plain(params, batch):
       return layer_norm_loss({"params": params}, batch, None)
 
-    return steps_of_flax(
-      make_state(Model(norm="layer"), batch), plain, batch, 3
-    )
+    return steps_of_flax(make_state(Model(norm="layer"), batch), plain, batch, 3)
 
 
 # Even microbatches over a mesh: test_statistics_that_are_not_mutable_reach_the_loss.
-@pytest.mark.parametrize(("size", "count"), [more(24, None), (5, None), (16, 8)])  # fmt: skip
+@pytest.mark.parametrize(("size", "count"), [more(24, None), (5, None), (16, 8)])
 def test_steps_are_those_of_the_whole_batch(size, count):
   mesh = None if count is None else make_mesh(count)
   with jax.enable_x64(True):
@@ -74,24 +63,14 @@ def test_steps_are_those_of_the_whole_batch(size, count):
     step = linen_train_step(loss_fn, microbatch_size=size, mesh=mesh, **weighs)
     for _ in range(3):
       state, metrics = step(state, batch)
-    trees.assert_close(
-      jax.device_get(state.params), expected_steps().params, 1e-10
-    )
+    trees.assert_close(jax.device_get(state.params), expected_steps().params, 1e-10)
     assert int(state.step) == 3
-    assert set(metrics) == {
-      "loss",
-      "grad_norm",
-      "total_weight",
-      "skipped_microbatches",
-      "stepped",
-    }
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches", "stepped"}
 
 
 def with_statistics(model):
   def loss_fn(variables, batch, rngs):
-    logits, updates = model.apply(
-      variables, batch["x"], mutable=["batch_stats"]
-    )
+    logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
     return mean_loss(logits, batch), updates
 
   return loss_fn
@@ -121,9 +100,7 @@ def test_statistics_are_those_of_a_loop_over_microbatches():
   model, batch = Model(norm="batch"), make_batch(np.float32)
   state = make_state(model, batch)
   expected = looped(model, state, batch, 4)
-  step = linen_train_step(
-    with_statistics(model), mutable="batch_stats", num_microbatches=4
-  )
+  step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=4)
   state, metrics = step(state, batch)
   trees.assert_close(state.batch_stats, expected, 1e-5)
   assert "aux" not in metrics
@@ -139,9 +116,7 @@ def test_statistics_over_devices_are_weighted_by_what_each_counted():
   weights = [float(part["weight"].sum()) for part in parts]
 
   def mean(weights):
-    return jax.tree.map(
-      lambda *x: np.average(x, 0, weights).astype(np.float32), *each
-    )
+    return jax.tree.map(lambda *x: np.average(x, 0, weights).astype(np.float32), *each)
 
   step = linen_train_step(
     with_weight(with_statistics(model)),
@@ -171,12 +146,7 @@ def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
   batch = make_batch(np.float32)
   batch["x"] = np.repeat(batch["x"][:1], linen.ROWS, 0)
   step = linen_train_step(
-    loss_fn,
-    has_aux=True,
-    num_microbatches=2,
-    aux_reduction="stack",
-    donate=False,
-    mesh=mesh,
+    loss_fn, has_aux=True, num_microbatches=2, aux_reduction="stack", donate=False, mesh=mesh
   )
   state = make_state(model, batch)
   runs = [step(state, batch, {"dropout": make_key(seed)}) for seed in (1, 1, 2)]
@@ -196,37 +166,24 @@ def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
   model = Model(norm=norm)
 
   def loss_fn(variables, batch, rngs):
-    logits, updates = model.apply(
-      variables, batch["x"], mutable=["batch_stats"]
-    )
-    return mean_loss(logits, batch), {
-      "batch_stats": updates.get("batch_stats", {})
-    }
+    logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    return mean_loss(logits, batch), {"batch_stats": updates.get("batch_stats", {})}
 
   with jax.enable_x64(True):
     batch = make_batch()
     batch = {**batch, "weight": np.ones_like(batch["weight"])}
     state = make_state(model, batch, optax.sgd(0.1))
-    state = state.replace(
-      batch_stats=jax.tree.map(np.float64, state.batch_stats)
-    )
+    state = state.replace(batch_stats=jax.tree.map(np.float64, state.batch_stats))
     after = {}
     for count in (1, 4):
-      step = linen_train_step(
-        loss_fn, mutable="batch_stats", num_microbatches=count, donate=False
-      )
+      step = linen_train_step(loss_fn, mutable="batch_stats", num_microbatches=count, donate=False)
       after[count] = step(state, batch)[0].params
     way = optax.tree.norm(optax.tree.sub(after[1], state.params))
     distance = float(optax.tree.norm(optax.tree.sub(after[4], after[1])) / way)
   assert 0.38 < distance < 0.39 if norm == "batch" else distance < 1e-10
 
 
-RULES = [
-  ("rows", "data"),
-  ("embed", "data"),
-  ("wide", "data"),
-  ("heads", "model"),
-]
+RULES = [("rows", "data"), ("embed", "data"), ("wide", "data"), ("heads", "model")]
 
 
 def test_annotations_of_flax_stay_and_shard():
@@ -238,66 +195,43 @@ def test_annotations_of_flax_stay_and_shard():
       opened = nn.unbox(params)
     assert params["fsdp"].value.shape == opened["fsdp"].shape
     out, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
-    fit = jnp.sum(jnp.mean(out**2, -1) * batch["weight"]) / jnp.maximum(
-      total(batch), 1
-    )
-    return fit + sum(jnp.sum(x**2) for x in jax.tree.leaves(opened)), nn.unbox(
-      updates
-    )
+    fit = jnp.sum(jnp.mean(out**2, -1) * batch["weight"]) / jnp.maximum(total(batch), 1)
+    return fit + sum(jnp.sum(x**2) for x in jax.tree.leaves(opened)), nn.unbox(updates)
 
   with jax.enable_x64(True), nn.logical_axis_rules(RULES):
     batch = make_batch()
     plain = linen.make_state(model, batch)
     expected = steps_of_flax(
       plain,
-      lambda p, b: loss_fn(
-        {"params": p, "batch_stats": plain.batch_stats}, b, None
-      )[0],
+      lambda p, b: loss_fn({"params": p, "batch_stats": plain.batch_stats}, b, None)[0],
       batch,
       2,
     )
     for shape, kind in [((8, 1), EXPLICIT), ((2, 4), AUTO)]:
       mesh = make_mesh(*shape, kind=kind)
-      specs = nn.get_partition_spec(
-        (plain.params, plain.opt_state, plain.batch_stats)
-      )
+      specs = nn.get_partition_spec((plain.params, plain.opt_state, plain.batch_stats))
       rules = [*RULES, ("data", "data"), ("model", "model")]
       shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
       params, opt_state, batch_stats = jax.device_put(
         (plain.params, plain.opt_state, plain.batch_stats), shardings
       )
-      state = before = plain.replace(
-        params=params, opt_state=opt_state, batch_stats=batch_stats
-      )
+      state = before = plain.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
       step = linen_train_step(
-        loss_fn,
-        mutable="batch_stats",
-        num_microbatches=3,
-        weight_fn=total,
-        mesh=mesh,
-        donate=False,
+        loss_fn, mutable="batch_stats", num_microbatches=3, weight_fn=total, mesh=mesh, donate=False
       )
       with compilations() as programs:
         for _ in range(2):
           state, _ = step(state, batch)
       assert sum("linen_train_step" in line for line in programs) == 1
       trees.assert_close(jax.device_get(state.params), expected.params, 1e-10)
-      trees.assert_close(
-        jax.device_get(state.opt_state), expected.opt_state, 1e-10
-      )
+      trees.assert_close(jax.device_get(state.opt_state), expected.opt_state, 1e-10)
       assert jax.tree.structure(state) == jax.tree.structure(before)
-      for new, old in zip(
-        jax.tree.leaves(state), jax.tree.leaves(before), strict=True
-      ):
+      for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         if isinstance(old, jax.Array):
           assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
 
 
-RESHAPED = (
-  nn.DenseGeneral,
-  nn.remat(nn.DenseGeneral),
-  nn.MultiHeadDotProductAttention,
-)
+RESHAPED = (nn.DenseGeneral, nn.remat(nn.DenseGeneral), nn.MultiHeadDotProductAttention)
 
 
 @pytest.mark.parametrize(("layer", "box", "kind"), [
@@ -308,26 +242,16 @@ RESHAPED = (
 def test_boxes_of_kernels_that_flax_reshapes_stay(layer, box, kind):
   """Kernels of three dimensions have two while flax initializes them."""
   init = box(nn.initializers.lecun_normal(), ("data", "model", None))
-  model = layer(
-    2 if layer is RESHAPED[2] else (2, 4), kernel_init=init, use_bias=False
-  )
+  model = layer(2 if layer is RESHAPED[2] else (2, 4), kernel_init=init, use_bias=False)
   rows = np.random.default_rng(0).normal(size=(24, 1, 8)).astype(np.float32)
   loss_fn = lambda variables, x, rngs: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
   params = jax.jit(model.init)(jax.random.key(0), rows)["params"]
-  state = train_state.TrainState.create(
-    apply_fn=None, params=params, tx=optax.sgd(0.1)
-  )
-  expected, _ = linen_train_step(loss_fn, num_microbatches=1, donate=False)(
-    state, rows
-  )
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+  expected, _ = linen_train_step(loss_fn, num_microbatches=1, donate=False)(state, rows)
   mesh = make_mesh(2, 2, kind=kind)
   shardings = nn.get_sharding(params, mesh)
-  placed = jax.tree.map(
-    jax.device_put, jax.tree.leaves(params), jax.tree.leaves(shardings)
-  )
-  held = state.replace(
-    params=jax.tree.unflatten(jax.tree.structure(params), placed)
-  )
+  placed = jax.tree.map(jax.device_put, jax.tree.leaves(params), jax.tree.leaves(shardings))
+  held = state.replace(params=jax.tree.unflatten(jax.tree.structure(params), placed))
   step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, donate=False)
   with nn.logical_axis_rules([("data", "data"), ("model", "model")]):
     new, _ = step(held, rows)
@@ -340,15 +264,11 @@ def linear(variables, batch, rngs):
 
 
 def linear_state(tx, kind=train_state.TrainState, **fields):
-  return kind.create(
-    apply_fn=None, params={"w": jnp.ones(linen.WIDTH)}, tx=tx, **fields
-  )
+  return kind.create(apply_fn=None, params={"w": jnp.ones(linen.WIDTH)}, tx=tx, **fields)
 
 
 def test_steps_are_counted():
-  padding = make_batch(np.float32) | {
-    "weight": np.zeros(linen.ROWS, np.float32)
-  }
+  padding = make_batch(np.float32) | {"weight": np.zeros(linen.ROWS, np.float32)}
   batch = {**padding, "weight": np.ones(linen.ROWS, np.float32)}
   schedule = optax.sgd(lambda count: jnp.where(count == 0, 1.0, 10.0))
   step = linen_train_step(linear, num_microbatches=2, weight_fn=total)
@@ -356,7 +276,7 @@ def test_steps_are_counted():
     (schedule, [batch, padding, batch], [1, 1, 2]),
     (accumulate(schedule, 2), [batch, padding, batch, batch], [0, 0, 1, 1]),
     (optax.chain(accumulate(schedule, 2), optax.identity()), [batch, padding, batch], [0, 0, 1]),
-  ]:  # fmt: skip
+  ]:
     state = linear_state(tx)
     assert state.step == 0
     for part, count in zip(calls, counts, strict=True):
@@ -379,25 +299,18 @@ def test_it_compiles_once_and_donates_the_state(mesh):
       old, (state, _) = state, step(state, batch)
   assert sum("linen_train_step" in line for line in programs) == 1
   assert all(x.is_deleted() for x in jax.tree.leaves(old))
-  with pytest.raises(
-    RuntimeError, match=r"state\.params.* has been deleted: an earlier step"
-  ):
+  with pytest.raises(RuntimeError, match=r"state\.params.* has been deleted: an earlier step"):
     step(old, batch)
   state, _ = step(state.replace(step=np.int32(7)), batch)
   assert int(state.step) == 8
 
 
 def test_a_step_goes_on_where_another_stopped():
-  first, second = (
-    linen_train_step(linear, num_microbatches=2) for _ in range(2)
-  )
+  first, second = (linen_train_step(linear, num_microbatches=2) for _ in range(2))
   batch, stale = make_batch(np.float32), None
   state, _ = first(linear_state(optax.sgd(0.1)), batch)
   stale, (state, _) = state, second(state, batch)
-  with pytest.raises(
-    RuntimeError,
-    match=r"state\.params\['w'\] has been deleted: an earlier step",
-  ):
+  with pytest.raises(RuntimeError, match=r"state\.params\['w'\] has been deleted: an earlier step"):
     first(stale, batch)
   state, _ = first(state, batch)
   assert int(state.step) == 3
@@ -439,31 +352,19 @@ class WithMixin(Averaging, Averaged):
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_an_apply_gradients_of_the_users_own_is_refused(mesh):
-  batch, step = (
-    make_batch(np.float32),
-    linen_train_step(linear, num_microbatches=2, mesh=mesh),
-  )
-  expected = linear_state(
-    optax.sgd(0.1), WithMixin, ema={"w": jnp.zeros(linen.WIDTH)}
-  )
+  batch, step = make_batch(np.float32), linen_train_step(linear, num_microbatches=2, mesh=mesh)
+  expected = linear_state(optax.sgd(0.1), WithMixin, ema={"w": jnp.zeros(linen.WIDTH)})
   for call in (step, step.lower, step.check):
-    with pytest.raises(
-      TypeError,
-      match=r"WithMixin has a method .*\.Averaging\.apply_gradients\)",
-    ):
+    with pytest.raises(TypeError, match=r"WithMixin has a method .*\.Averaging\.apply_gradients\)"):
       call(expected, batch)
   got = linear_state(optax.sgd(0.1), Averaged, ema=expected.ema)
   of_params = lambda params: linear({"params": params}, batch, None)  # noqa: E731
   for _ in range(2):  # what the error says to write
-    expected = expected.apply_gradients(
-      grads=jax.grad(of_params)(expected.params)
-    )
+    expected = expected.apply_gradients(grads=jax.grad(of_params)(expected.params))
     got, metrics = step(got, batch)
     rate = 0.1 * metrics["stepped"]
     got = got.replace(ema=optax.incremental_update(got.params, got.ema, rate))
-  trees.assert_close(
-    jax.device_get(got.ema), jax.device_get(expected.ema), 1e-5
-  )
+  trees.assert_close(jax.device_get(got.ema), jax.device_get(expected.ema), 1e-5)
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
@@ -474,12 +375,7 @@ def test_what_the_step_does_not_touch_is_kept(mesh):
     return linear(variables, batch, rngs)
 
   key, note = jax.random.key(0), {"note": "fine"}
-  fields = {
-    "ema": None,
-    "key": key,
-    "keys": {"dropout": key},
-    "counts": (jnp.int32(3),),
-  }
+  fields = {"ema": None, "key": key, "keys": {"dropout": key}, "counts": (jnp.int32(3),)}
   state = linear_state(optax.sgd(0.1), Kept, note=note, **fields)
   # the same arrays
   state = state.replace(ema=state.params, step=state.counts[0])
@@ -490,9 +386,7 @@ def test_what_the_step_does_not_touch_is_kept(mesh):
   assert new.key is state.key
   assert new.counts is state.counts
   assert (new.note, int(new.step), int(new.counts[0])) == (note, 5, 3)
-  trees.assert_close(
-    jax.device_get(new.ema), {"w": np.ones(linen.WIDTH, np.float32)}, 0
-  )
+  trees.assert_close(jax.device_get(new.ema), {"w": np.ones(linen.WIDTH, np.float32)}, 0)
   assert not state.ema["w"].is_deleted()
   if mesh is None:
     assert new.ema["w"] is state.ema["w"]
@@ -532,9 +426,7 @@ def test_a_step_is_called_and_looked_at_as_a_jitted_function():
   assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, expected)
   assert "linen_train_step" in step.lower(state, batch).compile().as_text()
   assert step.trace(state, batch, rngs=rngs).jaxpr.out_avals
-  assert (
-    repr(step) == "linen_train_step(loss_fn, num_microbatches=2, donate=False)"
-  )
+  assert repr(step) == "linen_train_step(loss_fn, num_microbatches=2, donate=False)"
 
 
 def test_inside_jit_and_a_scan_over_steps_it_is_the_same_step():
@@ -543,15 +435,11 @@ def test_inside_jit_and_a_scan_over_steps_it_is_the_same_step():
   state = linear_state(optax.sgd(0.1))
   expected = state
   for _ in range(3):
-    expected, _ = linen_train_step(linear, num_microbatches=2, donate=False)(
-      expected, batch
-    )
+    expected, _ = linen_train_step(linear, num_microbatches=2, donate=False)(expected, batch)
 
   @jax.jit
   def loop(state):
-    return jax.lax.scan(
-      lambda state, _: step(state, batch), state, None, length=3
-    )
+    return jax.lax.scan(lambda state, _: step(state, batch), state, None, length=3)
 
   scanned, metrics = loop(state)
   assert metrics["loss"].shape == (3,)
@@ -566,15 +454,11 @@ def test_frozen_dicts_stay_frozen():
   for freeze in (lambda x: x, flax.core.freeze):
     state = make_state(model, batch, optax.sgd(0.1, momentum=0.9), freeze)
     kind = type(state.params), type(state.batch_stats)
-    step = linen_train_step(
-      with_statistics(model), mutable="batch_stats", num_microbatches=2
-    )
+    step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=2)
     for _ in range(2):
       state, _ = step(state, batch)
     assert (type(state.params), type(state.batch_stats)) == kind
-    results.append(
-      [flax.core.unfreeze(x) for x in (state.params, state.batch_stats)]
-    )
+    results.append([flax.core.unfreeze(x) for x in (state.params, state.batch_stats)])
   trees.assert_close(*results, 0)
 
 
@@ -594,20 +478,14 @@ def test_statistics_that_are_not_mutable_reach_the_loss():
     def variables(params):
       return {"params": params, "batch_stats": state.batch_stats}
 
-    expected = steps_of_flax(
-      state, lambda p, b: loss_fn(variables(p), b, None), batch, 2
-    )
+    expected = steps_of_flax(state, lambda p, b: loss_fn(variables(p), b, None), batch, 2)
     for mesh in (None, make_mesh(8)):
       new = state
-      step = linen_train_step(
-        loss_fn, num_microbatches=3, mesh=mesh, weight_fn=total, donate=False
-      )
+      step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, weight_fn=total, donate=False)
       for _ in range(2):
         new, _ = step(new, batch)
       trees.assert_close(jax.device_get(new.params), expected.params, 1e-10)
-      trees.assert_close(
-        jax.device_get(new.batch_stats), jax.device_get(state.batch_stats), 0
-      )
+      trees.assert_close(jax.device_get(new.batch_stats), jax.device_get(state.batch_stats), 0)
 
 
 class Holding(train_state.TrainState):
@@ -619,9 +497,7 @@ def test_arrays_that_are_held_or_passed_twice_are_noticed_in_every_step():
   def loss_fn(variables, batch, rngs):
     key, _ = jax.random.split(variables["rng"]["dropout"])
     noise = jax.random.normal(rngs["dropout"], ())
-    loss = jnp.mean(
-      (batch["x"] * batch["row"] * variables["params"]["w"]) ** 2 + 0 * noise
-    )
+    loss = jnp.mean((batch["x"] * batch["row"] * variables["params"]["w"]) ** 2 + 0 * noise)
     return loss, {"rng": {"dropout": key}}
 
   step = linen_train_step(loss_fn, mutable="rng", num_microbatches=2)

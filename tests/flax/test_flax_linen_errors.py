@@ -21,9 +21,7 @@ def make_state(kind=TrainState, tx=None, **fields):
   params = fields.pop("params", {"w": jnp.ones(())})
   if kind is TrainState:
     fields = {"batch_stats": STATS} | fields
-  return kind.create(
-    apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **fields
-  )
+  return kind.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **fields)
 
 
 def returning(*rest):
@@ -82,9 +80,7 @@ def norm(**stats):
   ((norm(mean=jnp.zeros(2, jnp.bfloat16)),), STATS_ALONE, ValueError,
     MEAN + r" has type bfloat16\[2\], not float32\[2\]: "),
 ])  # fmt: skip
-def test_what_the_loss_must_not_return_is_named(
-  returned, options, error, match
-):
+def test_what_the_loss_must_not_return_is_named(returned, options, error, match):
   step = linen_train_step(returning(*returned), num_microbatches=2, **options)
   with pytest.raises(error, match=match):
     step(make_state(), make_batch(np.float32))
@@ -120,40 +116,27 @@ def test_fp8_statistics_are_refused_without_flax_too():
   params = jax.tree.map(jnp.float32, FP8)
   tx = optax.sgd(0.1)
   step = make_train_step(
-    lambda params, x: jnp.mean(x) * params["params"]["w"],
-    tx,
-    num_microbatches=2,
+    lambda params, x: jnp.mean(x) * params["params"]["w"], tx, num_microbatches=2
   )
   with pytest.raises(TypeError, match=r"fp8 statistics, .* no mean over"):
     step(params, tx.init(params), np.ones((4, 1), np.float32))
 
 
 def test_a_batch_and_statistics_are_named_as_in_the_call():
-  step = linen_train_step(
-    returning(STATS), mutable="batch_stats", num_microbatches=2
-  )
+  step = linen_train_step(returning(STATS), mutable="batch_stats", num_microbatches=2)
   batch = make_batch(np.float32)
   for call in (step, step.check):
-    with pytest.raises(
-      ValueError, match=r"^batch\['n'\] has shape \(\), without rows"
-    ):
+    with pytest.raises(ValueError, match=r"^batch\['n'\] has shape \(\), without rows"):
       call(make_state(), {**batch, "n": np.float32(1)})
   raw = {"norm": {"key": jax.random.PRNGKey(0)}}
   step = linen_train_step(
-    returning({"batch_stats": raw}),
-    mutable="batch_stats",
-    num_microbatches=2,
-    mesh=make_mesh(2),
+    returning({"batch_stats": raw}), mutable="batch_stats", num_microbatches=2, mesh=make_mesh(2)
   )
-  with pytest.raises(
-    TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"
-  ):
+  with pytest.raises(TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"):
     step(make_state(batch_stats=raw), batch)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
   step = linen_train_step(returning(), num_microbatches=5)
-  with pytest.raises(
-    ValueError, match=r"num_microbatches=5 does not divide .*24 rows"
-  ):
+  with pytest.raises(ValueError, match=r"num_microbatches=5 does not divide .*24 rows"):
     step(make_state(), make_batch(np.float32))

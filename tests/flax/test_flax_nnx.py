@@ -47,9 +47,7 @@ def make_batch():
 
 
 def loss_fn(model, batch):
-  each = optax.softmax_cross_entropy_with_integer_labels(
-    model(batch["x"]), batch["y"]
-  )
+  each = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
   return jnp.sum(each * batch["weight"]) / jnp.sum(batch["weight"])
 
 
@@ -79,9 +77,7 @@ def hand_written(model, optimizer, parts):
   """A loop over the microbatches, and a step by the weighted mean of their gradients."""
   grads = [nnx.grad(loss_fn)(model, part) for part in parts]
   weights = [total(part) for part in parts]
-  mean = jax.tree.map(
-    lambda *g: sum(map(jnp.multiply, g, weights)) / sum(weights), *grads
-  )
+  mean = jax.tree.map(lambda *g: sum(map(jnp.multiply, g, weights)) / sum(weights), *grads)
   optimizer.update(model, mean)
 
 
@@ -96,30 +92,20 @@ def test_steps_are_those_of_the_whole_batch(size, devices):
     batch = make_batch()
     model, optimizer = make(Model(nnx.LayerNorm))
     expected, other = make(Model(nnx.LayerNorm))
-    step = nnx_train_step(
-      loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh
-    )
+    step = nnx_train_step(loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh)
     for _ in range(3):
       metrics = step(model, optimizer, batch)
       hand_written(expected, other, [batch])
     trees.assert_close(arrays(model), arrays(expected), 1e-10)
     trees.assert_close(arrays(optimizer), arrays(other), 1e-10)
-    assert set(metrics) == {
-      "loss",
-      "grad_norm",
-      "total_weight",
-      "skipped_microbatches",
-      "stepped",
-    }
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches", "stepped"}
 
 
 def test_the_model_ends_as_after_a_loop_over_the_microbatches():
   batch = make_batch()  # in float32, as nnx keeps running statistics
   model, optimizer = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
   expected, other = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
-  step = nnx_train_step(
-    with_weight(loss_fn), num_microbatches=3, has_weight=True
-  )
+  step = nnx_train_step(with_weight(loss_fn), num_microbatches=3, has_weight=True)
   for _ in range(2):
     step(model, optimizer, batch)
     hand_written(expected, other, strided(batch, 3))
@@ -146,12 +132,8 @@ def test_over_devices_statistics_are_averaged_with_what_each_counted():
         alone(micro["x"])
     means.append(arrays(alone)["['norm']['mean']"])
     weights.append(total(part))
-  expected = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(
-    weights
-  )
-  trees.assert_close(
-    arrays(model)["['norm']['mean']"], np.asarray(expected), 1e-6
-  )
+  expected = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(weights)
+  trees.assert_close(arrays(model)["['norm']['mean']"], np.asarray(expected), 1e-6)
   assert np.abs(np.mean(means, 0) - expected).max() > 1e-3
 
 
@@ -160,18 +142,12 @@ def test_noise_repeats_and_differs_between_microbatches_and_devices():
     return jnp.mean(model(batch)), model.dropout(jnp.ones(64))
 
   step = nnx_train_step(
-    noise,
-    num_microbatches=2,
-    has_aux=True,
-    aux_reduction="stack",
-    mesh=make_mesh(4),
+    noise, num_microbatches=2, has_aux=True, aux_reduction="stack", mesh=make_mesh(4)
   )
   runs = []
   for _ in range(2):
     model, optimizer = make(Model(rate=0.5))
-    runs += [
-      step(model, optimizer, jnp.ones((8, WIDTH)))["aux"] for _ in range(2)
-    ]
+    runs += [step(model, optimizer, jnp.ones((8, WIDTH)))["aux"] for _ in range(2)]
   trees.assert_close(runs[:2], runs[2:], 0)
   rows = np.concatenate([np.asarray(x) for x in runs[:2]])
   assert len(np.unique(rows, axis=0)) == len(rows) == 4 * 4
@@ -204,22 +180,16 @@ class Transformed(nnx.Module):
   """Transforms of nnx give back every Variable as a new value, changed or not."""
 
   def __init__(self):
-    stacked = nnx.split_rngs(splits=3)(
-      nnx.vmap(Block, in_axes=(0,), out_axes=0)
-    )
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))
     self.blocks, self.block = stacked(nnx.Rngs(0)), Block(nnx.Rngs(1))
     self.head = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(2))
 
   def __call__(self, x):
     over_layers = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
-    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(
-      self.blocks, x
-    )
+    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(self.blocks, x)
     run = lambda block, x: block(x)  # noqa: E731
     x = nnx.cond(jnp.sum(x) < 1e9, run, run, self.block, x)
-    x = nnx.fori_loop(
-      0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x)
-    )[1]
+    x = nnx.fori_loop(0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x))[1]
     return self.head(x)
 
 
@@ -246,9 +216,7 @@ def forward(layer, x):
 
 def backward(kept, cotangents):
   graphdef, state = nnx.split(kept[0])
-  _, vjp = jax.vjp(
-    lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1]
-  )
+  _, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1])
   return vjp(cotangents[1])
 
 
@@ -261,17 +229,9 @@ class SecondAxis(nnx.Module):
   def __init__(self):
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
-    stacked = nnx.split_rngs(splits=3)(
-      nnx.vmap(make, in_axes=(0,), out_axes=axes)
-    )
-    self.layers, self.head = (
-      stacked(nnx.Rngs(0)),
-      nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1)),
-    )
-    self.left, self.right = (
-      nnx.Variable(jnp.float32(1)),
-      nnx.Variable(jnp.float32(2)),
-    )
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=(0,), out_axes=axes))
+    self.layers, self.head = stacked(nnx.Rngs(0)), nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1))
+    self.left, self.right = nnx.Variable(jnp.float32(1)), nnx.Variable(jnp.float32(2))
 
   def __call__(self, x):
     left, right = self.left.get_raw_value(), self.right.get_raw_value()
@@ -279,21 +239,15 @@ class SecondAxis(nnx.Module):
     self.right.set_raw_value(left)
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     layer = lambda x, layer: nnx.tanh(layer(x))  # noqa: E731
-    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(
-      x, self.layers
-    )
+    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
     return with_its_own_derivative(self.head, x)
 
 
 @pytest.mark.more
 def test_transforms_may_give_parameters_back_in_other_words():
   batch = make_batch()
-  (model, optimizer), (expected, other) = (
-    make(SecondAxis(), optax.sgd(0.1)) for _ in range(2)
-  )
-  nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)(
-    model, optimizer, batch
-  )
+  (model, optimizer), (expected, other) = (make(SecondAxis(), optax.sgd(0.1)) for _ in range(2))
+  nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)(model, optimizer, batch)
   hand_written(expected, other, strided(batch, 3))
   trees.assert_close(arrays(model), arrays(expected), 1e-5)
   assert arrays(model)["['left']"] == 2
@@ -334,21 +288,15 @@ def test_only_adapters_accumulate_and_have_moments():
   # two moments, and two counts
   assert size(arrays(optimizer)) == 2 * adapter + 4 + 4
   kernel, before = model.base.kernel[...], arrays(model)
-  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(
-    model, optimizer, x
-  )
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(model, optimizer, x)
   assert model.base.kernel[...] is kernel  # not copied, and not donated
-  moved = {
-    name for name, x in arrays(model).items() if (x != before[name]).any()
-  }
+  moved = {name for name, x in arrays(model).items() if (x != before[name]).any()}
   # lora_a has no gradient while lora_b is zero
   assert moved == {"['adapter']['lora_b']"}
 
 
 def test_in_a_stream_only_adapters_have_an_accumulator_too():
-  model, optimizer = make(
-    Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam
-  )
+  model, optimizer = make(Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam)
   adapter = 4 * 2 * 512
   # two moments, an accumulator
   assert 3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64
@@ -362,9 +310,7 @@ def test_in_a_stream_only_adapters_have_an_accumulator_too():
   x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
   for rows in (x[:1], x[1:]):
     mini_step(model, optimizer, rows)
-  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=1)(
-    expected, other, x
-  )
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=1)(expected, other, x)
   trees.assert_close(arrays(model), arrays(expected), 1e-5)
 
 
@@ -389,10 +335,7 @@ def test_a_model_of_another_structure_is_compiled_once():
 
 def test_a_step_keeps_no_model_alive():
   model, optimizer = make(Model())
-  step, dead = (
-    nnx_train_step(loss_fn, num_microbatches=2),
-    weakref.ref(model.first),
-  )
+  step, dead = nnx_train_step(loss_fn, num_microbatches=2), weakref.ref(model.first)
   step(model, optimizer, make_batch())
   del model, optimizer
   gc.collect()
@@ -411,9 +354,7 @@ def test_the_best_model_is_kept_and_put_back():
   nnx.update(model, best)
   step(model, optimizer, batch)
   nnx.update(model, best)  # which the step has deleted
-  with pytest.raises(
-    RuntimeError, match=r"model\['first'\]\['bias'\] has been deleted"
-  ):
+  with pytest.raises(RuntimeError, match=r"model\['first'\]\['bias'\] has been deleted"):
     step(model, optimizer, batch)
 
 
@@ -424,9 +365,7 @@ def test_an_optimizer_whose_arrays_were_deleted_is_named():
   saved = jax.tree.map(lambda x: x, saved)
   step(model, optimizer, batch)
   nnx.update(optimizer, saved)
-  with pytest.raises(
-    RuntimeError, match=r"optimizer\['opt_state'\].* has been deleted"
-  ):
+  with pytest.raises(RuntimeError, match=r"optimizer\['opt_state'\].* has been deleted"):
     step(model, optimizer, batch)
 
 
@@ -434,9 +373,7 @@ def test_over_a_mesh_gradients_are_reduced_once():
   mesh = make_mesh(8)
   model, optimizer = make(Model(nnx.LayerNorm, rate=0.5), optax.sgd(0.1))
   step = nnx_train_step(loss_fn, num_microbatches=3, mesh=mesh)
-  report = count_collectives(
-    step.lower(model, optimizer, make_batch()).compile()
-  )
+  report = count_collectives(step.lower(model, optimizer, make_batch()).compile())
   assert not report.inside
   assert report.outside["all-reduce"].operations >= 1
   step(model, optimizer, make_batch())
@@ -452,9 +389,7 @@ def test_synchronized_batch_norm_is_that_of_the_whole_batch():
   model, optimizer = make(Synced(), optax.sgd(0.1))
   expected, other = make(Model(nnx.BatchNorm), optax.sgd(0.1))
   plain = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
-  nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(
-    model, optimizer, batch
-  )
+  nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(model, optimizer, batch)
   nnx_train_step(plain, num_microbatches=1)(expected, other, batch)
   trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
 
@@ -494,9 +429,7 @@ class Clipped(nnx.Optimizer):
   (loss_fn, {}, lambda model, _: (model, Clipped(model, ADAM, wrt=nnx.Param)), TypeError,
     r"Clipped has a method update that flax has not .*chain\(change, tx\)"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_with_what_to_write(
-  loss, options, change, error, match
-):
+def test_what_cannot_work_is_refused_with_what_to_write(loss, options, change, error, match):
   model, optimizer = make(Model(), SGD)
   step = nnx_train_step(loss, **{"num_microbatches": 2, **options})
   given = change(model, optimizer) if change else (model, optimizer)
@@ -531,9 +464,7 @@ def test_a_step_shows_its_options_and_takes_flax_s_own_optimizers():
 def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
   batch = make_batch()
   tx = optax.inject_hyperparams(optax.adam)(0.1)
-  step = nnx_train_step(
-    loss_fn, num_microbatches=1, weight_fn=total, donate=donate
-  )
+  step = nnx_train_step(loss_fn, num_microbatches=1, weight_fn=total, donate=donate)
   (model, optimizer), (expected, other) = make(Model(), tx), make(Model(), tx)
   for rate in (None, 0.01, None):
     if rate is not None:
@@ -576,17 +507,11 @@ NESTED = {"seen": {"rows": "sum"}, "largest": "max", "mean": None}
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
-@pytest.mark.parametrize(("dtype", "words"), [(jnp.int32, SEEN), (jnp.float32, NESTED)])  # fmt: skip
-def test_counts_are_those_of_all_rows_and_a_frozen_base_stays(
-  mesh, dtype, words
-):
+@pytest.mark.parametrize(("dtype", "words"), [(jnp.int32, SEEN), (jnp.float32, NESTED)])
+def test_counts_are_those_of_all_rows_and_a_frozen_base_stays(mesh, dtype, words):
   x = np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32)
   step = nnx_train_step(
-    squares,
-    wrt=nnx.LoRAParam,
-    num_microbatches=2,
-    mesh=mesh,
-    carry_reduction=words,
+    squares, wrt=nnx.LoRAParam, num_microbatches=2, mesh=mesh, carry_reduction=words
   )
 
   def call(model, optimizer):
@@ -637,11 +562,7 @@ def test_a_count_without_a_word_is_refused_over_devices():
     ({"sean": "sum"}, r"(?s)carry_reduction=.*key sets is\s+sean"),
   ):
     step = nnx_train_step(
-      squares,
-      wrt=nnx.LoRAParam,
-      num_microbatches=2,
-      mesh=make_mesh(8),
-      carry_reduction=words,
+      squares, wrt=nnx.LoRAParam, num_microbatches=2, mesh=make_mesh(8), carry_reduction=words
     )
     model, optimizer = make(Counting(), wrt=nnx.LoRAParam)
     with pytest.raises((TypeError, ValueError), match=match):

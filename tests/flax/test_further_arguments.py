@@ -112,9 +112,7 @@ KEY = r" is a random key, .* Draw from"
   ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
   ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),
 ])  # fmt: skip
-def test_what_a_plain_step_refuses_is_refused(
-  kind, mesh, args, kwargs, error, match
-):
+def test_what_a_plain_step_refuses_is_refused(kind, mesh, args, kwargs, error, match):
   batch = make_batch(np.float32)
   step, first, between, run = call_of(kind, mesh=mesh)
   with pytest.raises(error, match=match):

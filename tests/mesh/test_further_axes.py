@@ -33,29 +33,16 @@ from support.layered import (
 )
 from support.samples import more
 
-from optax_accum import (
-  _versions,
-  accumulate,
-  count_collectives,
-  make_train_step,
-)
+from optax_accum import _versions, accumulate, count_collectives, make_train_step
 
 
 def with_aux(params, batch, key, carry):
   losses = losses_of(params, batch, key, False) * batch["mask"]
   # "concat" and "stack" keep what is not finite, and have zeros for what is empty.
   kept = 1 + jnp.where(jnp.isnan(losses), 0, losses)
-  aux = {
-    "rows": kept.sum(1),
-    "most": losses.max(),
-    "least": losses.min(),
-    "seen": losses.size,
-  }
+  aux = {"rows": kept.sum(1), "most": losses.max(), "least": losses.min(), "seen": losses.size}
   aux |= {"mean": losses.mean(), "last": losses.mean(), "each": kept.mean()}
-  return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (
-    carry + losses.sum(),
-    aux,
-  )
+  return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (carry + losses.sum(), aux)
 
 
 def where_empty(gathers, params, batch):
@@ -81,26 +68,13 @@ def beside_replicas(tree, mesh):
   def spec(x, own):
     *first, before, last = dims(own)
     before = ("replica",) if before is None else (before, "replica")
-    return P(
-      *[*first, before if x.ndim > 1 and x.shape[-2] % 4 == 0 else None, last][
-        -x.ndim :
-      ]
-    )
+    return P(*[*first, before if x.ndim > 1 and x.shape[-2] % 4 == 0 else None, last][-x.ndim :])
 
   return jax.tree.map(spec, tree, over_fsdp(tree, mesh))
 
 
 def three_steps(
-  shape,
-  loss,
-  *,
-  tx=None,
-  batch=None,
-  rows=None,
-  more=(),
-  specs=over_fsdp,
-  state=None,
-  **options,
+  shape, loss, *, tx=None, batch=None, rows=None, more=(), specs=over_fsdp, state=None, **options
 ):
   """Parameters after three steps and the metrics of the last, in NumPy."""
   mesh = devices.make_mesh(*shape, axes=AXES)
@@ -109,24 +83,14 @@ def three_steps(
   opt_state = trees.strong(tx.init(params))
   if state is not None:  # ZeRO-1
     to = devices.shardings(params, mesh, state(params, mesh))
-    opt_state = optax.tree_utils.tree_map_params(
-      tx, jax.device_put, opt_state, to
-    )
-  batch = devices.put(
-    batch or make_batch(), mesh, rows or P(AXES[: len(shape)][:2])
-  )
+    opt_state = optax.tree_utils.tree_map_params(tx, jax.device_put, opt_state, to)
+  batch = devices.put(batch or make_batch(), mesh, rows or P(AXES[: len(shape)][:2]))
   step = make_train_step(loss, tx, mesh=mesh, data_axis="replica", **options)
-  shardings = jax.tree.map(
-    lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu"))
-  )
+  shardings = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
   carry = [jnp.zeros(())] if "carry_argnum" in options else []
   for _ in range(3):
-    params, opt_state, *carry, metrics = step(
-      params, opt_state, batch, *more, *carry
-    )
-  now = jax.tree.map(
-    lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu"))
-  )
+    params, opt_state, *carry, metrics = step(params, opt_state, batch, *more, *carry)
+  now = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
   assert now == shardings
   return jax.device_get((params, carry, metrics))
 
@@ -135,7 +99,7 @@ SHAPES = [(2, 4), (4, 2), (1, 8), (2, 2, 2)]
 TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 
-@pytest.mark.parametrize("shape", [more(x) if x == (4, 2) else x for x in SHAPES], ids=str)  # fmt: skip
+@pytest.mark.parametrize("shape", [more(x) if x == (4, 2) else x for x in SHAPES], ids=str)
 def test_three_steps_are_those_of_the_whole_batch(shape):
   loss_of = loss_fn if len(shape) == 2 else without_gathers
   with jax.enable_x64(True):
@@ -166,14 +130,9 @@ ON_SHAPES = [(way, SHAPES[i % 4]) for i, way in enumerate(WAYS)]
 
 @pytest.mark.parametrize(
   ("way", "shape"),
-  [
-    more(*case) if case[0] == "over both on one dimension" else case
-    for case in ON_SHAPES
-  ],
+  [more(*case) if case[0] == "over both on one dimension" else case for case in ON_SHAPES],
 )
-def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
-  way, shape
-):
+def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(way, shape):
   with jax.enable_x64(True):
     loss_of = loss_fn if len(shape) == 2 else without_gathers
     # where others run a microbatch, one that is empty runs too
@@ -195,7 +154,7 @@ def test_leaves_of_a_batch_need_not_be_sharded_alike():
 WITHIN = {
   (2, 4): {((0, 1, 2, 3), (4, 5, 6, 7))},
   (2, 2, 2): {((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", WITHIN, ids=str)
@@ -209,9 +168,7 @@ def test_replicas_reduce_once_a_cycle(shape):
   loss_of = loss_fn if len(shape) == 2 else without_gathers
   options = {"mesh": mesh, "data_axis": "replica"}
   step = make_train_step(loss_of, tx, num_microbatches=4, **options)
-  found = count_collectives(
-    step.lower(params, tx.init(params), batch).compile()
-  ).operations
+  found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
   shards = (x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params))
   gradients = sum(4 * math.prod(shard) for shard in shards)
   replicas = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -264,15 +221,11 @@ def test_everything_at_once_is_that_without_further_axes():
 
 def test_an_axis_of_one_device_shards_nothing():
   mesh, tx = devices.make_mesh(8, 1, axes=AXES), optax.sgd(0.1)
-  step = make_train_step(
-    loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4
-  )
+  step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4)
   params = jax.tree.map(np.float32, init_params())
   batch = jax.tree.map(jnp.asarray, make_batch())
   batch["mask"] = jnp.ones_like(batch["mask"], jnp.float32)
-  metrics = step(params, tx.init(params), devices.put(batch, mesh, P("fsdp")))[
-    -1
-  ]
+  metrics = step(params, tx.init(params), devices.put(batch, mesh, P("fsdp")))[-1]
   assert np.isfinite(metrics["loss"])
 
 
@@ -288,7 +241,5 @@ def test_an_explicit_data_axis_of_one_device_is_among_those_of_the_rows():
     data_axis=axes[:2],
   )
   w = jnp.ones(2)
-  metrics = step(w, optax.sgd(0.1).init(w), devices.put(rows, mesh, P(axes)))[
-    -1
-  ]
+  metrics = step(w, optax.sgd(0.1).init(w), devices.put(rows, mesh, P(axes)))[-1]
   assert metrics["loss"] == np.mean(rows.sum(1) ** 2)

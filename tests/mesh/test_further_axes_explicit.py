@@ -10,15 +10,7 @@ import pytest
 from support import devices, trees
 from support.compiled import groups_of
 from support.devices import AUTO, EXPLICIT
-from support.layered import (
-  init_params,
-  make_batch,
-  optimizer,
-  over_fsdp,
-  valid,
-  whole_batch,
-  WORDS,
-)
+from support.layered import init_params, make_batch, optimizer, over_fsdp, valid, whole_batch, WORDS
 from support.samples import more
 
 from optax_accum import count_collectives, make_train_step
@@ -30,11 +22,7 @@ def gathering(params, batch):
   """The loss as explicit axes want it: it spreads its rows, and gathers each layer for its use."""
   whole = lambda x: jax.reshard(x, P(*[None] * x.ndim))  # noqa: E731
   batch = jax.tree.map(lambda x: jax.reshard(x, P("fsdp")), batch)
-  h = (
-    whole(params["table"])
-    .at[batch["words"][:, :-1]]
-    .get(out_sharding=P("fsdp"))
-  )
+  h = whole(params["table"]).at[batch["words"][:, :-1]].get(out_sharding=P("fsdp"))
 
   @jax.checkpoint
   def layer(h, at):
@@ -57,13 +45,7 @@ def test_a_loss_may_gather_over_an_explicit_axis(kinds, sizes):
   with jax.enable_x64(True):
     tx, params = optimizer(), init_params()
     step = make_train_step(
-      gathering,
-      tx,
-      mesh=mesh,
-      data_axis="replica",
-      weight_fn=valid,
-      donate=False,
-      **sizes,
+      gathering, tx, mesh=mesh, data_axis="replica", weight_fn=valid, donate=False, **sizes
     )
     params = devices.put(params, mesh, over_fsdp(params, mesh))
     batch = devices.put(make_batch(), mesh, P("replica"))
@@ -71,14 +53,10 @@ def test_a_loss_may_gather_over_an_explicit_axis(kinds, sizes):
     for _ in range(3):
       args = *step(*args)[:2], batch
     trees.assert_close(jax.device_get(args[0]), whole_batch()[0], 1e-10)
-    assert jax.tree.map(lambda x: x.sharding, args[0]) == jax.tree.map(
-      lambda x: x.sharding, params
-    )
+    assert jax.tree.map(lambda x: x.sharding, args[0]) == jax.tree.map(lambda x: x.sharding, params)
     found = count_collectives(step.lower(*start).compile()).operations
   layer = params["layers"]["w"].nbytes // 3
-  assert any(
-    c.kind == "all-gather" and c.bytes == layer and c.loop for c in found
-  )
+  assert any(c.kind == "all-gather" and c.bytes == layer and c.loop for c in found)
   pairs = (0, 4), (1, 5), (2, 6), (3, 7)
   replicas = [c for c in found if groups_of(c) == pairs]
   assert [c.loop for c in replicas if c.bytes > 64] == [None]

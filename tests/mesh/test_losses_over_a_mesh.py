@@ -40,9 +40,7 @@ def promotion(usual):
 def gradient_and_loss(step, params, batch):
   """What a step of size 1 goes along."""
   new, _, metrics = step(params, TX.init(params), batch)
-  gradient = jax.tree.map(
-    lambda x, y: np.asarray(x) - np.asarray(y), params, new
-  )
+  gradient = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, new)
   return gradient, np.asarray(metrics["loss"])
 
 
@@ -59,9 +57,7 @@ SAMPLE = ("scan from zeros", "gradient penalty")
 
 
 @pytest.mark.parametrize(
-  "names",
-  [names if names[0] in SAMPLE else more(names) for names in groups_of(6)],
-  ids=", ".join,
+  "names", [names if names[0] in SAMPLE else more(names) for names in groups_of(6)], ids=", ".join
 )
 def test_losses_over_eight_devices_are_those_of_the_whole_batch(names):
   """The sum of several, each of its own parameters: their gradients are compared one by one."""
@@ -82,20 +78,14 @@ def test_losses_over_eight_devices_are_those_of_the_whole_batch(names):
     # Where padding counts not at all, a little, and in full.
     of_valid, of_some, of_all = (
       gradient_and_loss(once, params, rows)
-      for rows in (
-        batch,
-        mesh_zoo.partly_valid(batch),
-        mesh_zoo.all_valid(batch),
-      )
+      for rows in (batch, mesh_zoo.partly_valid(batch), mesh_zoo.all_valid(batch))
     )
     for name in names:
       moved = trees.largest_difference(of_valid[0][name], of_all[0][name])
       assert moved > 1e-3, name
 
     options = {"mesh": make_mesh(8), "num_microbatches": 2, "donate": False}
-    weighs = make_train_step(
-      loss_fn, TX, weight_fn=mesh_zoo.valid_rows, **options
-    )
+    weighs = make_train_step(loss_fn, TX, weight_fn=mesh_zoo.valid_rows, **options)
     assert_all_close(gradient_and_loss(weighs, params, batch), of_valid)
 
     if names[0] != next(iter(ZOO)):
@@ -120,27 +110,11 @@ PLACES = {
   "FSDP": ((8,), AUTO, FSDP, FSDP, {"num_microbatches": 2}),
   "FSDP, explicit": ((8,), EXPLICIT, FSDP, FSDP, {"num_microbatches": 2}),
   "ZeRO-1": ((8,), AUTO, P(), FSDP, {"microbatch_size": 24}),
-}  # fmt: skip
+}
 if _versions.ADDS_TO_REFERENCES:
-  PLACES["in place"] = (
-    (8,),
-    AUTO,
-    P(),
-    P(),
-    {"num_microbatches": 2, "in_place": True},
-  )
-LOSSES = (
-  "scan from zeros",
-  "while_loop",
-  "cond with a constant",
-  "custom_vjp of zeros",
-)
-LOSSES += (
-  "gradient penalty",
-  "Pallas kernel",
-  "checkpointed scan",
-  "Equinox, bounded while",
-)
+  PLACES["in place"] = ((8,), AUTO, P(), P(), {"num_microbatches": 2, "in_place": True})
+LOSSES = ("scan from zeros", "while_loop", "cond with a constant", "custom_vjp of zeros")
+LOSSES += ("gradient penalty", "Pallas kernel", "checkpointed scan", "Equinox, bounded while")
 MOMENTUM = optax.sgd(1.0, momentum=0.9)
 
 
@@ -150,9 +124,7 @@ def momentum_of(name):
   with promotion(ZOO[name].usual_promotion):
     step = oracle.whole_batch_step(mesh_zoo.loss_of(ZOO[name].each), MOMENTUM)
     params = jax.tree.map(jnp.asarray, mesh_zoo.plain_params())
-    return oracle.take_steps(
-      step, MOMENTUM, params, [mesh_zoo.make_batch()] * 2
-    )
+    return oracle.take_steps(step, MOMENTUM, params, [mesh_zoo.make_batch()] * 2)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +134,7 @@ def momentum_of(name):
     for case in zip(PLACES, LOSSES, strict=False)
   ],
 )
-def test_wherever_parameters_are_two_steps_are_those_of_the_whole_batch(
-  place, name
-):
+def test_wherever_parameters_are_two_steps_are_those_of_the_whole_batch(place, name):
   shape, kind, held, state, options = PLACES[place]
   mesh = make_mesh(*shape, kind=kind)
   with promotion(ZOO[name].usual_promotion):
@@ -180,9 +150,7 @@ def test_wherever_parameters_are_two_steps_are_those_of_the_whole_batch(
     momentum, rest = MOMENTUM.init(mesh_zoo.plain_params())
     opt_state = devices.put(momentum, mesh, optax.TraceState(trace=state)), rest
     for _ in range(2):
-      params, opt_state, metrics = step(
-        params, opt_state, mesh_zoo.make_batch()
-      )
+      params, opt_state, metrics = step(params, opt_state, mesh_zoo.make_batch())
     actual = jax.device_get((params, opt_state, metrics["loss"]))
     trees.assert_close(actual, momentum_of(name), 10 * TOLERANCE)
 
@@ -194,20 +162,14 @@ def step_with(loss_fn, mesh, *further, **options):
   """The gradient of a step of size 1, and its metrics."""
   rng = np.random.default_rng(0)
   params, x = {"w": rng.normal(size=(4, 8))}, rng.normal(size=(32, 4))
-  step = make_train_step(
-    loss_fn, TX, num_microbatches=2, mesh=mesh, donate=False, **options
-  )
-  new, _, metrics = step(
-    params, TX.init(params), {"x": x, "i": np.arange(32) % 16}, *further
-  )
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh, donate=False, **options)
+  new, _, metrics = step(params, TX.init(params), {"x": x, "i": np.arange(32) % 16}, *further)
   return params["w"] - np.asarray(new["w"]), metrics
 
 
 def tanh_loss(between=lambda h: h):
   """Of what is between a layer and the loss."""
-  return lambda params, batch: jnp.mean(
-    between(jnp.tanh(batch["x"] @ params["w"])) ** 2
-  )
+  return lambda params, batch: jnp.mean(between(jnp.tanh(batch["x"] @ params["w"])) ** 2)
 
 
 @functools.cache
@@ -242,7 +204,5 @@ def calling_back(h):
 def test_callbacks_work_over_all_axes(kind):
   mesh = make_mesh(4, 2, kind=kind)
   exact, _ = step_with(tanh_loss(calling_back), None)
-  found, _ = step_with(
-    tanh_loss(calling_back), mesh, data_axis=("data", "model")
-  )
+  found, _ = step_with(tanh_loss(calling_back), mesh, data_axis=("data", "model"))
   trees.assert_close(found, exact, TOLERANCE)

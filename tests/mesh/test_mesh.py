@@ -15,14 +15,10 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
 
-from optax_accum import (
-  count_collectives,
-  make_train_step,
-  microbatch_value_and_grad,
-)
+from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def init_params(dtype=np.float64, width=WIDTH):
@@ -65,19 +61,14 @@ def valid_tokens(batch):
 
 
 def optimizer():
-  return relaxed(
-    optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
-  )
+  return relaxed(optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
 
 
 @functools.cache
 def expected_steps():
   """Three steps on one device with the whole batch at once."""
   with jax.enable_x64(True):
-    params, tx = (
-      jax.tree.map(jnp.asarray, init_params()),
-      with_loss_elsewhere(optimizer()),
-    )
+    params, tx = jax.tree.map(jnp.asarray, init_params()), with_loss_elsewhere(optimizer())
     step = oracle.whole_batch_step(loss_fn, tx)
     return oracle.take_steps(step, tx, params, [make_batch()] * 3)
 
@@ -94,11 +85,7 @@ def expected_gradients():
 def expected_elsewhere():
   """The loss at twice the first parameters."""
   with jax.enable_x64(True):
-    return float(
-      jax.jit(loss_fn)(
-        jax.tree.map(lambda x: 2 * x, init_params()), make_batch()
-      )
-    )
+    return float(jax.jit(loss_fn)(jax.tree.map(lambda x: 2 * x, init_params()), make_batch()))
 
 
 def assert_one_reduction(compiled, params):
@@ -127,9 +114,7 @@ def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
   with jax.enable_x64(True):
     mesh, tx, made = make_mesh(count, kind=kind), optimizer(), []
     fun = with_aux if "has_aux" in options else loss_fn
-    step = make_train_step(
-      fun, tx, mesh=mesh, weight_fn=valid_tokens, **options
-    )
+    step = make_train_step(fun, tx, mesh=mesh, weight_fn=valid_tokens, **options)
 
     def counted(*args):
       out = step(*args)
@@ -137,13 +122,9 @@ def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
       return out
 
     with compilations() as programs:
-      params, state, loss = oracle.take_steps(
-        counted, tx, init_params(), [make_batch()] * 3
-      )
+      params, state, loss = oracle.take_steps(counted, tx, init_params(), [make_batch()] * 3)
     expected, (expected_state, _), expected_loss = expected_steps()
-    trees.assert_close(
-      (params, state, loss), (expected, expected_state, expected_loss), 1e-9
-    )
+    trees.assert_close((params, state, loss), (expected, expected_state, expected_loss), 1e-9)
     assert made[0] == made[-1] > 0
     if count > 1:
       placed = devices.put((params, state), mesh)
@@ -167,14 +148,9 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   """Three steps from parameters that are sharded so; how to lower the first."""
   shardings = devices.shardings(init_params(), mesh, specs)
   params = jax.device_put(init_params(), shardings)
-  opt_state, batch = (
-    trees.strong(tx.init(params)),
-    devices.put(make_batch(), mesh, P("data")),
-  )
+  opt_state, batch = trees.strong(tx.init(params)), devices.put(make_batch(), mesh, P("data"))
   shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=x.sharding if x.ndim else None
-    ),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.ndim else None),
     (params, opt_state, batch),
   )
   for i in range(3):
@@ -192,11 +168,7 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   trees.assert_close(actual, expected_steps(), 1e-9)
   for name, x in params.items():
     assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-    assert (
-      opt_state[0][1][0]
-      .mu[name]
-      .sharding.is_equivalent_to(shardings[name], x.ndim)
-    )
+    assert opt_state[0][1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
   return functools.partial(step.lower, *shapes)
 
 
@@ -204,16 +176,14 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
 def test_one_step_takes_replicated_and_sharded_parameters(kind):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
-    step = make_train_step(
-      loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens
-    )
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
     compiled = assert_steps_as_the_whole_batch(step, tx, mesh, P())().compile()
     assert_steps_as_the_whole_batch(step, tx, mesh, SHARDED)
     assert_steps_as_the_whole_batch(step, tx, mesh, P())
     assert_one_reduction(compiled, init_params())
 
 
-@pytest.mark.parametrize(("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)])  # fmt: skip
+@pytest.mark.parametrize(("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)])
 def test_parameters_may_be_sharded_over_two_axes(specs, kind):
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
@@ -222,25 +192,18 @@ def test_parameters_may_be_sharded_over_two_axes(specs, kind):
 
   with jax.enable_x64(True):
     mesh, tx = make_mesh(4, 2, kind=kind), with_loss_elsewhere(optimizer())
-    step = make_train_step(
-      fun, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens
-    )
+    step = make_train_step(fun, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
     assert_steps_as_the_whole_batch(step, tx, mesh, specs)
 
 
-@pytest.mark.parametrize(("size", "on_each", "kind"), [(40, [5, 1], EXPLICIT), (96, [6], AUTO)])  # fmt: skip
+@pytest.mark.parametrize(("size", "on_each", "kind"), [(40, [5, 1], EXPLICIT), (96, [6], AUTO)])
 def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   def fun(params, x):
     return jnp.mean(params * x), jnp.asarray(len(x))
 
   tx, mesh = optax.sgd(0.1), make_mesh(8, kind=kind)
   step = make_train_step(
-    fun,
-    tx,
-    mesh=mesh,
-    microbatch_size=size,
-    has_aux=True,
-    aux_reduction="stack",
+    fun, tx, mesh=mesh, microbatch_size=size, has_aux=True, aux_reduction="stack"
   )
   _, _, metrics = step(np.float32(1), tx.init(1.0), np.ones(48, np.float32))
   assert metrics["aux"].tolist() == on_each * 8
@@ -279,38 +242,25 @@ def test_one_step_takes_parameters_of_several_trees():
     assert [float(w) for w in jax.tree.leaves(new)] == [0, 1]
 
 
-def compiled_step(
-  mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options
-):
+def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):
   """The step compiled for float32 gradients large enough to tell from the metrics."""
   tx = optimizer()
-  params = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width)
-  )
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width))
   on_mesh = devices.abstract(params, mesh, specs or P())
-  batch = jax.eval_shape(
-    lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32))
-  )
+  batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32)))
   step = make_train_step(fun, tx, mesh=mesh, **options)
   opt_state = jax.eval_shape(tx.init, params)
   shards = {x.shape: x.sharding for x in jax.tree.leaves(on_mesh)}
   opt_state = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=shards.get(x.shape)
-    ),
-    opt_state,
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards.get(x.shape)), opt_state
   )
   return step.lower(on_mesh, opt_state, batch).compile(), params
 
 
 def test_one_gradient_reduction_a_cycle_in_the_dtype_of_the_accumulators():
   mesh = make_mesh(8)
-  compiled, params = compiled_step(
-    mesh, num_microbatches=32, dtype=jnp.bfloat16
-  )
-  accumulators = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params
-  )
+  compiled, params = compiled_step(mesh, num_microbatches=32, dtype=jnp.bfloat16)
+  accumulators = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
   assert_one_reduction(compiled, accumulators)
 
 
@@ -364,27 +314,19 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   cycle = jax.jit(microbatch_value_and_grad(mean_square, num_microbatches=4))
   compiled = cycle.lower(params, batch).compile()
   assert set(count_collectives(compiled).inside) <= {"all-reduce"}
-  expected = jax.jit(jax.value_and_grad(mean_square))(
-    *jax.device_get((params, batch))
-  )
+  expected = jax.jit(jax.value_and_grad(mean_square))(*jax.device_get((params, batch)))
   trees.assert_close(jax.device_get(compiled(params, batch)), expected, 1e-5)
 
 
-@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])  # fmt: skip
-def test_in_shard_map_axis_name_gives_the_whole_batchs_gradient_reduced_once(
-  axis_name, check_vma
-):
+@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])
+def test_in_shard_map_axis_name_gives_the_whole_batchs_gradient_reduced_once(axis_name, check_vma):
   with jax.enable_x64(True):
     mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)
     cycle = microbatch_value_and_grad(
       loss_fn, microbatch_size=3, weight_fn=valid_tokens, axis_name=axis_name
     )
     mapped = jax.shard_map(
-      cycle,
-      mesh=mesh,
-      in_specs=(P(), P(axis_name)),
-      out_specs=P(),
-      check_vma=check_vma,
+      cycle, mesh=mesh, in_specs=(P(), P(axis_name)), out_specs=P(), check_vma=check_vma
     )
     params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
     compiled = jax.jit(mapped).lower(params, batch).compile()
@@ -400,6 +342,4 @@ def test_accumulators_take_the_shardings_of_the_parameters():
     return jnp.mean(params**2) * jnp.mean(x)
 
   cycle = jax.jit(microbatch_value_and_grad(fun, num_microbatches=2))
-  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(
-    params.sharding, 2
-  )
+  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(params.sharding, 2)

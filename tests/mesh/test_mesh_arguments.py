@@ -15,20 +15,15 @@ from support.optimizers import loss_elsewhere, relaxed
 
 from optax_accum import accumulate, count_collectives, make_train_step
 
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 everywhere = pytest.mark.parametrize(
-  "mesh",
-  [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)],
-  ids=["alone", "auto", "explicit"],
+  "mesh", [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)], ids=["alone", "auto", "explicit"]
 )
 
 
 def init_params(dtype=np.float32):
   rng = np.random.default_rng(0)
-  return {
-    "w": np.asarray(rng.normal(size=(16, 8)), dtype),
-    "b": np.zeros(8, dtype),
-  }
+  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.zeros(8, dtype)}
 
 
 def make_batch(dtype=np.float32):
@@ -43,10 +38,7 @@ def loss_fn(params, x):
 @everywhere
 def test_python_numbers_may_be_arguments_carries_and_state(mesh):
   def fun(params, x, scale, carry):
-    return scale * loss_fn(params, x), (
-      {"decayed": 0.5 * carry["decayed"]},
-      None,
-    )
+    return scale * loss_fn(params, x), ({"decayed": 0.5 * carry["decayed"]}, None)
 
   tx = relaxed(optax.adam(0.1))
   make = functools.partial(make_train_step, fun, tx, mesh=mesh, carry_argnum=3)
@@ -56,9 +48,7 @@ def test_python_numbers_may_be_arguments_carries_and_state(mesh):
   opt_state = (fresh[0]._replace(count=0), *fresh[1:])
   expected = 0.5 * float(jax.jit(loss_fn)(params, x))
   for count in (1, 2):
-    params, opt_state, carry, metrics = step(
-      params, opt_state, x, 0.5, {"decayed": 8.0}
-    )
+    params, opt_state, carry, metrics = step(params, opt_state, x, 0.5, {"decayed": 8.0})
     assert (int(opt_state[0].count), float(carry["decayed"])) == (count, 2)
     assert carry["decayed"].dtype == jnp.float32
     if count == 1:
@@ -93,9 +83,7 @@ def test_a_step_lowers_with_what_eval_shape_returns(kind):
 def test_a_step_inside_shard_map_or_pmap_is_refused(mesh):
   """Where every device would take one for itself, and `mesh` maps over them already."""
   tx = optax.sgd(0.1)
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
   params = jax.tree.map(jnp.asarray, init_params())
   match = (
     r"inside pmap or shard_map over .*'data'.*"
@@ -103,11 +91,7 @@ def test_a_step_inside_shard_map_or_pmap_is_refused(mesh):
   )
   x = jnp.ones((64, 16))  # enough rows for all on each device
   inside = jax.shard_map(
-    step,
-    mesh=make_mesh(8),
-    in_specs=(P(), P(), P("data")),
-    out_specs=P(),
-    check_vma=False,
+    step, mesh=make_mesh(8), in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
   )
   with pytest.raises(ValueError, match=match):
     inside(params, tx.init(params), x)
@@ -119,18 +103,12 @@ def test_a_step_inside_shard_map_or_pmap_is_refused(mesh):
 def compiled_costs(lowered):
   compiled = lowered.compile()
   report = count_collectives(compiled).at_least(256)
-  return (
-    report.inside,
-    report.outside,
-    compiled.memory_analysis().temp_size_in_bytes,
-  )
+  return report.inside, report.outside, compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_sharded_parameters_stay_so_under_an_outer_jit():
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   args = (params, tx.init(params), devices.put(make_batch(), mesh, P("data")))
   outer = jax.jit(lambda *args: step(*args)).lower(*args)
@@ -138,18 +116,14 @@ def test_sharded_parameters_stay_so_under_an_outer_jit():
   assert compiled_costs(outer) == (inside, outside, temp)
   assert set(outside) == {"all-gather", "reduce-scatter"}
   new, state, metrics = jax.jit(lambda *args: step(*args))(*args)
-  trees.assert_close(
-    jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6
-  )
+  trees.assert_close(jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6)
   assert new["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
 
 
 @kinds
 def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
   mesh, tx = make_mesh(4, 2, kind=kind), loss_elsewhere()
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   args = (params, tx.init(params), make_batch())
   actual = jax.jit(lambda *args: step(*args))(*args)
@@ -158,22 +132,14 @@ def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
 
 def test_an_automatic_axis_beside_an_explicit_one_is_left_to_the_compiler():
   """Under an outer jit no type says how parameters are sharded over it."""
-  mesh = Mesh(
-    np.array(jax.devices()).reshape(4, 2),
-    ("data", "model"),
-    axis_types=(EXPLICIT, AUTO),
-  )
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(EXPLICIT, AUTO))
   tx = relaxed(optax.sgd(0.1, momentum=0.9))
   step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
   params = devices.put(init_params(), mesh, {"w": P(None, "model"), "b": P()})
-  specs = jax.tree.map(
-    lambda x: P("data", "model") if x.ndim == 2 else P(), tx.init(params)
-  )
+  specs = jax.tree.map(lambda x: P("data", "model") if x.ndim == 2 else P(), tx.init(params))
   args = params, devices.put(tx.init(params), mesh, specs), make_batch()
   compiled = jax.jit(lambda *args: step(*args)).lower(*args).compile()
-  assert compiled.output_shardings[0]["w"].is_equivalent_to(
-    params["w"].sharding, 2
-  )
+  assert compiled.output_shardings[0]["w"].is_equivalent_to(params["w"].sharding, 2)
 
 
 def test_a_state_stays_sharded_where_its_parameters_are_not():
@@ -182,9 +148,7 @@ def test_a_state_stays_sharded_where_its_parameters_are_not():
   mesh = make_mesh(8, kind=EXPLICIT)
   params, batch = devices.put(jnp.ones(16), mesh), np.ones((16, 16), np.float32)
   state = trees.strong(tx.init(jnp.ones(16)))
-  state = devices.put(
-    state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
-  )
+  state = devices.put(state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state))
 
   def loss_fn(params, batch):
     return jnp.mean((batch @ params) ** 2)
@@ -192,15 +156,9 @@ def test_a_state_stays_sharded_where_its_parameters_are_not():
   results = []
   # without and with a conditional around the step
   for options in ({}, {"weight_fn": jnp.sum}):
-    step = make_train_step(
-      loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options
-    )
+    step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options)
     moved, new, _ = step(params, state, batch)
-    for x, y in zip(
-      jax.tree.leaves((moved, new)),
-      jax.tree.leaves((params, state)),
-      strict=True,
-    ):
+    for x, y in zip(jax.tree.leaves((moved, new)), jax.tree.leaves((params, state)), strict=True):
       assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
     results.append(jax.device_get(step(moved, new, batch)[0]))
   np.testing.assert_allclose(*results, rtol=1e-6)

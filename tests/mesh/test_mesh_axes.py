@@ -17,7 +17,7 @@ from support.samples import more
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("data", "fsdp")
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def make_mesh(*types):
@@ -26,10 +26,7 @@ def make_mesh(*types):
 
 def init_params(dtype=np.float64):
   rng = np.random.default_rng(0)
-  return {
-    "w": np.asarray(rng.normal(size=(16, 8)), dtype),
-    "b": np.asarray(np.ones(8), dtype),
-  }
+  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.asarray(np.ones(8), dtype)}
 
 
 def make_batch(dtype=np.float64, rows=32):
@@ -59,14 +56,10 @@ def whole_batch_step():
   with jax.enable_x64(True):
     tx = with_loss_elsewhere(optimizer())
     step = oracle.whole_batch_step(loss_fn, tx)
-    params, (_, elsewhere), loss = oracle.take_steps(
-      step, tx, init_params(), [make_batch()]
-    )
+    params, (_, elsewhere), loss = oracle.take_steps(step, tx, init_params(), [make_batch()])
     # A mean over the devices' own means would be told apart.
     parts = trees.blocks(make_batch(), 8)
-    of_parts = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))(
-      init_params(), parts
-    )
+    of_parts = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))(init_params(), parts)
     assert abs(np.mean(of_parts) - loss) > 1e-3
     assert abs(elsewhere - loss) > 1
     return params, loss, elsewhere
@@ -79,7 +72,7 @@ SPECS = {
   "one dimension over both": {"w": P(AXES), "b": P(AXES)},
   "in another order": {"w": P(None, ("fsdp", "data")), "b": P(("fsdp", "data"))},
   "two dimensions": {"w": P("fsdp", "data"), "b": P("data")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "types"), [
@@ -97,29 +90,19 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
   with jax.enable_x64(True):
     mesh = make_mesh(*types)
     step = make_train_step(
-      loss_fn,
-      tx,
-      num_microbatches=2,
-      weight_fn=valid,
-      mesh=mesh,
-      data_axis=AXES,
-      donate=False,
+      loss_fn, tx, num_microbatches=2, weight_fn=valid, mesh=mesh, data_axis=AXES, donate=False
     )
     params = devices.put(init_params(), mesh, specs)
     args = params, tx.init(params), make_batch()
     new, state, metrics = step(*args)
     expected, loss, elsewhere = whole_batch_step()
-    trees.assert_close(
-      jax.device_get((new, metrics["loss"])), (expected, loss), 1e-12
-    )
+    trees.assert_close(jax.device_get((new, metrics["loss"])), (expected, loss), 1e-12)
     if name == "two dimensions":
       np.testing.assert_allclose(state[1], elsewhere, rtol=1e-12)
     for leaf, x in new.items():
       sharding = NamedSharding(mesh, specs[leaf])
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
-      assert optax.tree.get(state, "mu")[leaf].sharding.is_equivalent_to(
-        sharding, x.ndim
-      )
+      assert optax.tree.get(state, "mu")[leaf].sharding.is_equivalent_to(sharding, x.ndim)
     report = count_collectives(step.lower(*args).compile())
   w, b = 8 * 16 * 8, 8 * 8
   if name == "whole":  # one reduction over both axes
@@ -140,12 +123,9 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
 
 
 @pytest.mark.parametrize(
-  ("data_kind", "options"),
-  [(EXPLICIT, {"num_microbatches": 4}), (AUTO, {"microbatch_size": 20})],
+  ("data_kind", "options"), [(EXPLICIT, {"num_microbatches": 4}), (AUTO, {"microbatch_size": 20})]
 )
-def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
-  options, data_kind
-):
+def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(options, data_kind):
   with jax.enable_x64(True):
     mesh = Mesh(
       np.array(jax.devices()).reshape(2, 2, 2),
@@ -159,13 +139,8 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
       assert jax.typeof(params["w"]).sharding.spec == P(None, "explicit")
       return loss_fn(params, batch)
 
-    step = make_train_step(
-      fun, tx, weight_fn=valid, mesh=mesh, donate=False, **options
-    )
-    specs = {
-      "w": P("data" if "num_microbatches" in options else None, "explicit"),
-      "b": P(),
-    }
+    step = make_train_step(fun, tx, weight_fn=valid, mesh=mesh, donate=False, **options)
+    specs = {"w": P("data" if "num_microbatches" in options else None, "explicit"), "b": P()}
     params = devices.put(init_params(), mesh, specs)
     new, _, metrics = step(params, tx.init(params), make_batch())
     expected = whole_batch_step()[:2]
@@ -176,12 +151,7 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
 @kinds
 def test_over_two_axes_aux_keys_and_carries_are_as_over_one(kind):
   def fun(params, x, count, key):
-    aux = {
-      "row": x,
-      "noise": jax.random.uniform(key),
-      "first": x[0],
-      "last": x[-1],
-    }
+    aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[-1]}
     return jnp.mean(params * x), ({"seen": count["seen"] * 0 + jnp.max(x)}, aux)
 
   step = make_train_step(
@@ -190,12 +160,7 @@ def test_over_two_axes_aux_keys_and_carries_are_as_over_one(kind):
     num_microbatches=2,
     carry_argnum=2,
     rng_argnums=3,
-    aux_reduction={
-      "row": "concat",
-      "noise": "stack",
-      "first": "stack",
-      "last": "last",
-    },
+    aux_reduction={"row": "concat", "noise": "stack", "first": "stack", "last": "last"},
     mesh=make_mesh(kind, kind),
     data_axis=AXES,
   )
@@ -205,14 +170,10 @@ def test_over_two_axes_aux_keys_and_carries_are_as_over_one(kind):
     np.float32(2), optax.sgd(1.0).init(0.0), x, count, jax.random.key(0)
   )
   aux = metrics["aux"]
-  np.testing.assert_allclose(
-    [params, metrics["loss"]], [2 - x.mean(), 2 * x.mean()]
-  )
+  np.testing.assert_allclose([params, metrics["loss"]], [2 - x.mean(), 2 * x.mean()])
   np.testing.assert_array_equal(aux["row"], x)
   # Device by device, the second axis faster; on each its microbatches in turn.
-  np.testing.assert_array_equal(
-    aux["first"], np.stack([x[::4], x[1::4]], 1).ravel()
-  )
+  np.testing.assert_array_equal(aux["first"], np.stack([x[::4], x[1::4]], 1).ravel())
   assert np.unique(aux["noise"]).size == 16
   assert float(aux["last"]) == 31
   # Of each device's last microbatch the largest, on average.

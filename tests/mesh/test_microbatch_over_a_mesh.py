@@ -112,14 +112,7 @@ def test_outputs_are_those_of_the_whole_batch(mesh, axes):
     params, batch = init_params(), make_batch()
     names = (axes,) if isinstance(axes, str) else axes
     count = int(np.prod([mesh.shape[name] for name in names]))
-    run = microbatch(
-      outputs,
-      reduction=WORDS,
-      weight_fn=valid,
-      mesh=mesh,
-      data_axis=axes,
-      **SPLIT,
-    )
+    run = microbatch(outputs, reduction=WORDS, weight_fn=valid, mesh=mesh, data_axis=axes, **SPLIT)
     expected, mean_of_means = expected_outputs(params, batch, count)
     placed = devices.put(params, mesh, P(axes)), batch
     found = run(*placed)
@@ -166,9 +159,7 @@ FSDP = {
 @pytest.mark.parametrize(("mesh", "spec"), FSDP.values(), ids=FSDP)
 def test_the_gradient_is_that_of_the_whole_batch_and_reduced_once(mesh, spec):
   # Of the rows of a device, the last microbatch has fewer.
-  encoder = microbatch(
-    encode, reduction="concat", batch_argnums=1, microbatch_size=24, mesh=mesh
-  )
+  encoder = microbatch(encode, reduction="concat", batch_argnums=1, microbatch_size=24, mesh=mesh)
   gradient = jax.grad(functools.partial(contrastive, encoder))
   with jax.enable_x64(True), jax.set_mesh(mesh):
     expected, of_devices = expected_gradients()
@@ -206,7 +197,7 @@ def test_it_works_outside_of_jit_and_in_a_step_without_a_mesh():
     trees.assert_close(jax.grad(squares)(params), expected, 1e-10)
 
 
-@pytest.mark.parametrize("split", [{"num_microbatches": 2}, {"microbatch_size": 24}])  # fmt: skip
+@pytest.mark.parametrize("split", [{"num_microbatches": 2}, {"microbatch_size": 24}])
 def test_keys_are_those_of_a_step(split):
   def draw(params, batch, key):
     noise = jax.random.normal(key, batch["x"].shape[:1])
@@ -214,12 +205,8 @@ def test_keys_are_those_of_a_step(split):
 
   options = {"mesh": make_mesh(8), "rng_argnums": 2, **split}
   tx = optax.sgd(1.0)
-  step = make_train_step(
-    draw, tx, has_aux=True, aux_reduction="concat", donate=False, **options
-  )
-  run = microbatch(
-    draw, reduction=("mean", "concat"), batch_argnums=1, **options
-  )
+  step = make_train_step(draw, tx, has_aux=True, aux_reduction="concat", donate=False, **options)
+  run = microbatch(draw, reduction=("mean", "concat"), batch_argnums=1, **options)
   params = init_params(np.float32)
   batch = {"x": np.ones((ROWS, 1), np.float32)}
   key = jax.random.key(0)

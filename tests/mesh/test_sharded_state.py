@@ -18,25 +18,20 @@ from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
 
 ROWS = 32
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])  # fmt: skip
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def init_params(dtype=np.float64):
   rng = np.random.default_rng(0)
   shapes = {"w": (16, 8), "b": (8,), "three": (3,)}
-  return {
-    name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()
-  }
+  return {name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
 
 
 def make_batch(dtype=np.float64):
   """Padded rows: the last ones, and so the last devices, hold far fewer valid numbers."""
   rng = np.random.default_rng(1)
   valid = rng.random((ROWS, 8)) < np.linspace(1.0, 0.2, ROWS)[:, None]
-  return {
-    "x": np.asarray(rng.normal(size=(ROWS, 16)), dtype),
-    "valid": np.asarray(valid, dtype),
-  }
+  return {"x": np.asarray(rng.normal(size=(ROWS, 16)), dtype), "valid": np.asarray(valid, dtype)}
 
 
 def loss_fn(params, batch):
@@ -68,9 +63,7 @@ def expected_at_the_last_step():
   with jax.enable_x64(True):
     two, _, _ = expected_steps(2)
     grads = jax.jit(jax.grad(loss_fn))(two, make_batch())
-    elsewhere = jax.jit(loss_fn)(
-      jax.tree.map(lambda x: 2 * x, two), make_batch()
-    )
+    elsewhere = jax.jit(loss_fn)(jax.tree.map(lambda x: 2 * x, two), make_batch())
     return float(optax.tree.norm(grads)), float(elsewhere)
 
 
@@ -95,9 +88,7 @@ ALL = {"w": P(), "b": P(), "three": P()}
 def test_three_steps_equal_one_devices_whole_batch(kind):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
-    step = make_train_step(
-      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
-    )
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
     params = devices.put(init_params(), mesh)
     state = sharded(tx, params, mesh, STATE)
     assert scatters(step, params, state, make_batch()) == 2
@@ -105,9 +96,7 @@ def test_three_steps_equal_one_devices_whole_batch(kind):
       params, state, metrics = step(params, state, make_batch())
     state, elsewhere = state
     norm, expected_elsewhere = expected_at_the_last_step()
-    trees.assert_close(
-      jax.device_get((params, state, metrics["loss"])), expected_steps(), 1e-10
-    )
+    trees.assert_close(jax.device_get((params, state, metrics["loss"])), expected_steps(), 1e-10)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-10)
     assert norm > 1  # it was clipped
     # value_fn has shards
@@ -122,9 +111,7 @@ def test_three_steps_equal_one_devices_whole_batch(kind):
 @kinds
 def test_parameters_alone_are_gathered(kind):
   mesh, tx = make_mesh(8, kind=kind), optimizer()
-  step = make_train_step(
-    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
-  )
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
   params = devices.put(init_params(np.float32), mesh)
   args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
   report = count_collectives(step.lower(*args).compile())
@@ -170,19 +157,13 @@ def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
     return loss_fn(params, batch)
 
   with jax.enable_x64(True):
-    mesh = Mesh(
-      np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types
-    )
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types)
     tx = optimizer()
-    step = make_train_step(
-      fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
-    )
+    step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
     params = devices.put(init_params(), mesh, specs)
     state = sharded(tx, params, mesh, state_specs)
     # JAX cannot scatter where another axis is explicit: the sum is taken, and a part of it kept.
-    assert scatters(step, params, state, make_batch()) == (
-      0 if types[1] == EXPLICIT else count
-    )
+    assert scatters(step, params, state, make_batch()) == (0 if types[1] == EXPLICIT else count)
     for _ in range(3):
       params, state, metrics = step(params, state, make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -190,11 +171,7 @@ def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
     for name, spec in state_specs.items():
       at, of_state = NamedSharding(mesh, specs[name]), NamedSharding(mesh, spec)
       assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
-      assert (
-        state[1][0]
-        .nu[name]
-        .sharding.is_equivalent_to(of_state, params[name].ndim)
-      )
+      assert state[1][0].nu[name].sharding.is_equivalent_to(of_state, params[name].ndim)
 
 
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
@@ -202,30 +179,22 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   """XLA would gather parameters and gradients over the other axis to send them over this one."""
   mesh, tx = make_mesh(4, 2, axes=("data", "model"), kind=AUTO), optimizer()
   specs = {"v": P("data", "model"), "w": P("model", "data")}
-  of_params = (
-    specs
-    if parameters == "sharded"
-    else {"v": P(None, "model"), "w": P("model", None)}
-  )
+  of_params = specs if parameters == "sharded" else {"v": P(None, "model"), "w": P("model", None)}
   like = {name: jax.ShapeDtypeStruct((128, 128), jnp.float32) for name in "vw"}
   params = devices.abstract(like, mesh, of_params)
-  state = jax.tree.map(
-    lambda x: devices.abstract(x, mesh), jax.eval_shape(tx.init, like)
-  )
+  state = jax.tree.map(lambda x: devices.abstract(x, mesh), jax.eval_shape(tx.init, like))
   state = optax.tree_utils.tree_map_params(
     tx, lambda _, x, spec: devices.abstract(x, mesh, spec), state, like, specs
   )
   step = make_train_step(squares, tx, mesh=mesh, num_microbatches=2)
   batch = jax.ShapeDtypeStruct((16, 128), jnp.float32)
-  report = count_collectives(
-    step.lower(params, state, batch).compile()
-  ).at_least(1024)
+  report = count_collectives(step.lower(params, state, batch).compile()).at_least(1024)
   local = 4 * 2 * 128**2 // 2
   sent = {kind: x.bytes for kind, x in report.outside.items()}
   assert sent == {"reduce-scatter": local, "all-gather": local}
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))])  # fmt: skip
+@pytest.mark.parametrize(("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))])
 def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
   specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
@@ -265,20 +234,11 @@ def test_over_two_data_axes_three_steps_equal_the_whole_batch():
     mesh = make_mesh(4, 2, axes=("data", "fsdp"), kind=EXPLICIT)
     tx, axes = optimizer(), ("data", "fsdp")
     step = make_train_step(
-      loss_fn,
-      tx,
-      mesh=mesh,
-      data_axis=axes,
-      num_microbatches=2,
-      weight_fn=valid,
+      loss_fn, tx, mesh=mesh, data_axis=axes, num_microbatches=2, weight_fn=valid
     )
     # Sharded over one axis, and the state over both.
-    params = devices.put(
-      init_params(), mesh, {"w": P("fsdp"), "b": P(), "three": P()}
-    )
-    state = sharded(
-      tx, params, mesh, {"w": P(("fsdp", "data")), "b": P(axes), "three": P()}
-    )
+    params = devices.put(init_params(), mesh, {"w": P("fsdp"), "b": P(), "three": P()})
+    state = sharded(tx, params, mesh, {"w": P(("fsdp", "data")), "b": P(axes), "three": P()})
     for _ in range(3):
       params, state, metrics = step(params, state, make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -295,9 +255,7 @@ def mixed(params, mesh, tx):
 def put_all(params, mesh, tx):
   """Every leaf sharded that can be."""
   spec = lambda x: P("data") if x.ndim and x.shape[0] % 8 == 0 else P()  # noqa: E731
-  return jax.tree.map(
-    lambda x: devices.put(x, mesh, spec(x)), trees.strong(tx.init(params))
-  )
+  return jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), trees.strong(tx.init(params)))
 
 
 def rows_and_norms():
@@ -310,11 +268,7 @@ def rows_and_norms():
   def update(updates, state, params=None):
     first = jax.tree.map(lambda g: g.reshape(len(g), -1)[:, 0], updates)
     rows = jax.tree.map(lambda r, g: 0.9 * r + g, state[0], first)
-    step = jax.tree.map(
-      lambda r, g: -0.1 * (r.reshape(-1, *[1] * (g.ndim - 1)) + g),
-      rows,
-      updates,
-    )
+    step = jax.tree.map(lambda r, g: -0.1 * (r.reshape(-1, *[1] * (g.ndim - 1)) + g), rows, updates)
     return step, (rows, jax.tree.map(lambda g: jnp.sum(g**2), updates))
 
   return optax.GradientTransformation(init, update)
@@ -348,9 +302,7 @@ def test_the_gradients_are_scattered_whose_moments_are_sharded_alike(name):
   tx = relaxed(tx)
   with jax.enable_x64(True):
     mesh = make_mesh(8)
-    step = make_train_step(
-      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
-    )
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
     params = devices.put(init_params(), mesh)
     state = make_state(params, mesh, tx)
     assert scatters(step, params, state, make_batch()) == count
@@ -359,24 +311,18 @@ def test_the_gradients_are_scattered_whose_moments_are_sharded_alike(name):
     shardings = jax.tree.map(lambda x: x.sharding, state)
     for _ in range(2):
       params, state, metrics = step(params, state, make_batch())
-    for x, sharding in zip(
-      jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
-    ):
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
     start = jax.tree.map(jnp.asarray, init_params())
     whole_batch_step = oracle.whole_batch_step(loss_fn, tx)
-    expected = oracle.take_steps(
-      whole_batch_step, tx, start, [make_batch()] * 2
-    )
+    expected = oracle.take_steps(whole_batch_step, tx, start, [make_batch()] * 2)
     held = jax.device_get((params, state, metrics["loss"]))
     trees.assert_close(held, expected, 1e-8)
 
 
 def test_names_that_end_alike_are_not_mixed_up():
   def fun(params, batch):
-    return jnp.mean(
-      sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch
-    )
+    return jnp.mean(sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch)
 
   mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1)
@@ -388,9 +334,7 @@ def test_names_that_end_alike_are_not_mixed_up():
     (ones, P("data"), 1),
   ):
     params = devices.put(tree, mesh)
-    assert (
-      scatters(step, params, sharded(tx, params, mesh, specs), batch) == count
-    )
+    assert scatters(step, params, sharded(tx, params, mesh, specs), batch) == count
 
 
 # What is sharded over explicit axes, of the parameter and of its momentum.
@@ -412,9 +356,7 @@ def mean_square(w, x):
 @functools.cache
 def two_steps_by_hand(fun, tx):
   start, x = init_params()["w"], make_batch()["x"]
-  return oracle.take_steps(
-    oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2
-  )
+  return oracle.take_steps(oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2)
 
 
 @pytest.mark.parametrize("specs", APART.values(), ids=APART)
@@ -424,10 +366,7 @@ def test_explicit_shardings_come_out_as_they_came(specs):
     step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, donate=False)
     start = init_params()["w"]
     batch = devices.put(make_batch()["x"], mesh, P("data"))
-    params, state = (
-      devices.put(start, mesh, specs[0]),
-      tx.init(jnp.asarray(start)),
-    )
+    params, state = devices.put(start, mesh, specs[0]), tx.init(jnp.asarray(start))
     held = params, devices.put(state, mesh, specs[1])
 
     def two_steps(held):
@@ -443,9 +382,7 @@ def test_explicit_shardings_come_out_as_they_came(specs):
 
 def test_where_no_sharding_is_known_nothing_is_scattered():
   mesh, tx = make_mesh(8), relaxed(optax.adam(0.1))
-  step = make_train_step(
-    loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False
-  )
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False)
   params = devices.put(init_params(np.float32), mesh)
   state, batch = sharded(tx, params, mesh, STATE), make_batch(np.float32)
   program = jax.make_jaxpr(lambda params: step(params, state, batch))(params)
@@ -462,9 +399,7 @@ def squares(params, batch):
 def compiled_for_tpus():
   """A step of 8 chips, of parameters that do not fit in the memory on a chip."""
   mesh, tx = make_mesh(8, platform="tpu"), optimizer()
-  shapes = {
-    name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"
-  }
+  shapes = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"}
   state = jax.tree.map(
     lambda x: devices.abstract(x, mesh, P("data") if x.ndim else P()),
     jax.eval_shape(tx.init, shapes),
@@ -485,14 +420,10 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
 
 
-@pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)])  # fmt: skip
+@pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)])
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):
-    mesh, tx, batch = (
-      make_mesh(4, kind=kind),
-      accumulate(optimizer(), 2),
-      make_batch(),
-    )
+    mesh, tx, batch = make_mesh(4, kind=kind), accumulate(optimizer(), 2), make_batch()
     specs = {"w": P(None, "data"), "b": P("data"), "three": P()}
     placed = devices.put(init_params(), mesh, specs)
     state = jax.jit(tx.init)(init_params())
@@ -526,14 +457,10 @@ def test_a_leaf_of_another_shape_than_its_parameter_is_held_whole():
   mesh, tx = make_mesh(4), optax.adafactor(1e-2, min_dim_size_to_factor=4)
   placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
   state = jax.device_get(relaxed(tx).init(init_params(np.float32)))
-  step = make_train_step(
-    loss_fn, relaxed(tx), num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, relaxed(tx), num_microbatches=2, mesh=mesh, donate=False)
   params, new, _ = step(placed, state, make_batch(np.float32))
   assert params["w"].sharding.spec == P("data")
-  factors = [
-    x for x in jax.tree.leaves(new) if x.shape in ((16,), (8,)) and x.ndim
-  ]
+  factors = [x for x in jax.tree.leaves(new) if x.shape in ((16,), (8,)) and x.ndim]
   assert factors
   assert all(x.sharding.is_fully_replicated for x in factors)
 
@@ -550,10 +477,6 @@ def test_a_state_of_nnx_goes_where_its_parameters_are():
   optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
   model.kernel.set_value(devices.put(model.kernel[...], mesh, P("data")))
   nnx_train_step(fun, num_microbatches=2, mesh=mesh)(model, optimizer, batch)
-  for x in (
-    model.kernel,
-    optimizer.opt_state[0].mu["kernel"],
-    optimizer.opt_state[0].nu["kernel"],
-  ):
+  for x in (model.kernel, optimizer.opt_state[0].mu["kernel"], optimizer.opt_state[0].nu["kernel"]):
     assert x[...].sharding.spec == P("data")
   assert model.bias[...].sharding.is_fully_replicated

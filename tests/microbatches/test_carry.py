@@ -21,12 +21,7 @@ HELD = np.float32(1), TX.init(None)
 
 def make_step(fun, mesh=None, **options):
   """What takes a batch and a carry to the carry after a step."""
-  options = {
-    "num_microbatches": 1,
-    "donate": False,
-    "carry_argnum": 2,
-    **options,
-  }
+  options = {"num_microbatches": 1, "donate": False, "carry_argnum": 2, **options}
   step = optax_accum.make_train_step(fun, TX, mesh=mesh, **options)
   return lambda batch, carry: step(*HELD, batch, carry)[2]
 
@@ -43,32 +38,19 @@ def tokens(batch):
 def statistics(p, batch, carry):
   count = jnp.sum(batch["valid"])
   mean = jnp.sum(batch["x"] * batch["valid"]) / count
-  new = {
-    "mean": 0.5 * carry["mean"] + 0.5 * mean,
-    "seen": carry["seen"] + count.astype(jnp.int32),
-  }
+  new = {"mean": 0.5 * carry["mean"] + 0.5 * mean, "seen": carry["seen"] + count.astype(jnp.int32)}
   return p * mean, (new, None)
 
 
 @kinds
 def test_floats_are_averaged_with_what_each_device_counted(kind):
   carry = {"mean": jnp.float32(2.0), "seen": jnp.int32(3)}
-  options = {
-    "weight_fn": tokens,
-    "carry_reduction": {"mean": "mean", "seen": "sum"},
-  }
+  options = {"weight_fn": tokens, "carry_reduction": {"mean": "mean", "seen": "sum"}}
   mesh = make_mesh(4, kind=kind)
   on_one_device = make_step(statistics, weight_fn=tokens)
   over_devices = make_step(statistics, mesh, **options)
-  for valid in (
-    np.ones(16),
-    np.r_[np.ones(4), np.zeros(12)],
-    np.r_[1, 1, np.zeros(6), np.ones(8)],
-  ):
-    batch = {
-      "x": np.arange(16, dtype=np.float32),
-      "valid": valid.astype(np.float32),
-    }
+  for valid in (np.ones(16), np.r_[np.ones(4), np.zeros(12)], np.r_[1, 1, np.zeros(6), np.ones(8)]):
+    batch = {"x": np.arange(16, dtype=np.float32), "valid": valid.astype(np.float32)}
     whole, actual = on_one_device(batch, carry), over_devices(batch, carry)
     np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
     assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
@@ -88,14 +70,9 @@ def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
     # over "model", as XLA would have the carry too
     activations = jnp.mean(batch @ params, 0)
     shift = jnp.mean(batch) if kind is devices.EXPLICIT else activations
-    return jnp.sum(activations), (
-      [carry[0] + shift, carry[1] + activations],
-      None,
-    )
+    return jnp.sum(activations), ([carry[0] + shift, carry[1] + activations], None)
 
-  carry = devices.put(
-    [jnp.zeros(8), jnp.zeros(8)], mesh, [P("data"), P("model")]
-  )
+  carry = devices.put([jnp.zeros(8), jnp.zeros(8)], mesh, [P("data"), P("model")])
   options = {"num_microbatches": 2, "mesh": mesh, "donate": False}
   step = optax_accum.make_train_step(fun, TX, carry_argnum=2, **options)
   new = step(params, TX.init(params), jnp.ones((8, 3)), carry=carry)[2]
@@ -105,36 +82,24 @@ def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
 @kinds
 def test_where_nothing_counted_the_carry_stays(kind):
   def each(p, batch, carry):
-    losses, outs = zip(
-      *(statistics(p, batch, c) for c in carry.values()), strict=True
-    )
-    return losses[0], (
-      dict(zip(carry, [new for new, _ in outs], strict=True)),
-      None,
-    )
+    losses, outs = zip(*(statistics(p, batch, c) for c in carry.values()), strict=True)
+    return losses[0], (dict(zip(carry, [new for new, _ in outs], strict=True)), None)
 
   batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
   # 0.1 + 0.1 + 0.1 is not 3 * 0.1
   carry = {"mean": jnp.float32(0.1), "seen": jnp.int32(3)}
   mesh = make_mesh(3, kind=kind)
-  options = {
-    "weight_fn": tokens,
-    "carry_reduction": {"mean": "mean", "seen": "max"},
-  }
+  options = {"weight_fn": tokens, "carry_reduction": {"mean": "mean", "seen": "max"}}
   actual = [one_step(statistics, batch, carry, mesh, **options)]
   words = {"sum": "sum", "min": "min"}
   options = {"weight_fn": tokens, "carry_reduction": words}
-  actual += one_step(
-    each, batch, dict.fromkeys(words, carry), mesh, **options
-  ).values()
+  actual += one_step(each, batch, dict.fromkeys(words, carry), mesh, **options).values()
   for new in actual:
     assert (new["mean"], int(new["seen"])) == (carry["mean"], 3)
 
 
-@pytest.mark.parametrize(("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)])  # fmt: skip
-def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(
-  kind, microbatches
-):
+@pytest.mark.parametrize(("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)])
+def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(kind, microbatches):
   def fun(p, x, carry):
     new = {
       "zeros": jnp.zeros(2),
@@ -155,11 +120,7 @@ def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(
     "steps": 5,
     "small": jnp.float32(3.0),
   }
-  words = {
-    **dict.fromkeys(("zeros", "half", "complex"), "mean"),
-    "flag": "max",
-    "steps": "max",
-  }
+  words = {**dict.fromkeys(("zeros", "half", "complex"), "mean"), "flag": "max", "steps": "max"}
   new = one_step(
     fun,
     x,
@@ -169,16 +130,9 @@ def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(
     carry_reduction={**words, "small": "min"},
   )
   np.testing.assert_array_equal(new["zeros"], np.zeros(2))
-  assert (new["half"].dtype, float(new["half"])) == (
-    jnp.bfloat16,
-    3 * 0.5**microbatches,
-  )
+  assert (new["half"].dtype, float(new["half"])) == (jnp.bfloat16, 3 * 0.5**microbatches)
   np.testing.assert_allclose(new["complex"], 1j + 7.5 * microbatches, rtol=1e-6)
-  assert (bool(new["flag"]), int(new["steps"]), float(new["small"])) == (
-    True,
-    5 + microbatches,
-    0,
-  )
+  assert (bool(new["flag"]), int(new["steps"]), float(new["small"])) == (True, 5 + microbatches, 0)
 
 
 @kinds
@@ -241,15 +195,9 @@ def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
   )
   specs = {"in_specs": (P(), P("data"), P("model")), "out_specs": P("model")}
   mapped = jax.shard_map(
-    lambda p, x, c: cycle(p, x, c[0])[0][1][0][None],
-    mesh=make_mesh(4, 2),
-    **specs,
+    lambda p, x, c: cycle(p, x, c[0])[0][1][0][None], mesh=make_mesh(4, 2), **specs
   )
-  args = (
-    np.float32(1),
-    np.arange(16, dtype=np.float32),
-    np.array([10, 20], np.float32),
-  )
+  args = (np.float32(1), np.arange(16, dtype=np.float32), np.array([10, 20], np.float32))
   compiled = jax.jit(mapped).lower(*args).compile()
   assert compiled(*args).tolist() == [130, 140]
   # The start is the same over "data", and needs no sum to be so in its type.
@@ -258,10 +206,7 @@ def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
 
 def test_in_a_users_shard_map_and_in_pmap_a_carry_is_reduced_alike():
   def fun(p, x, c):
-    return p * jnp.mean(x), (
-      {"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)},
-      None,
-    )
+    return p * jnp.mean(x), ({"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)}, None)
 
   cycle = optax_accum.microbatch_value_and_grad(
     fun,
@@ -283,28 +228,17 @@ def test_in_a_users_shard_map_and_in_pmap_a_carry_is_reduced_alike():
     return jax.tree.map(jnp.atleast_1d, new)
 
   mesh = make_mesh(8)
-  same = jax.shard_map(
-    on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P()
-  )
+  same = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
   # What varies by its type comes out so.
   mapped = jax.shard_map(
-    with_a_varying_carry,
-    mesh=mesh,
-    in_specs=(P(), P("data"), varying),
-    out_specs=varying,
+    with_a_varying_carry, mesh=mesh, in_specs=(P(), P("data"), varying), out_specs=varying
   )
   each = jax.tree.map(lambda c: np.full(8, c), carry)
   pmapped = jax.pmap(on_device, axis_name="data", in_axes=(None, 0, None))
   # The last microbatch of device d has the rows 4 d + 1 and 4 d + 3.
-  expected = {
-    "sum": 100 + 496.0,
-    "mean": float(np.mean(4 * np.arange(8) + 2.0)),
-  }
+  expected = {"sum": 100 + 496.0, "mean": float(np.mean(4 * np.arange(8) + 2.0))}
   assert jax.tree.map(float, jax.jit(same)(p, x, carry)) == expected
-  for per_device in (
-    jax.jit(mapped)(p, x, each),
-    pmapped(p, x.reshape(8, 4), carry),
-  ):
+  for per_device in (jax.jit(mapped)(p, x, each), pmapped(p, x.reshape(8, 4), carry)):
     assert jax.tree.map(lambda c: set(np.asarray(c).tolist()), per_device) == {
       name: {value} for name, value in expected.items()
     }
@@ -314,14 +248,9 @@ def test_in_a_users_shard_map_and_in_pmap_a_carry_is_reduced_alike():
 def test_an_aux_may_depend_on_no_batch(kind):
   def fun(p, batch, lr):
     aux = {"lr": lr, "n": 1, "key": jax.random.key(7)}
-    return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(
-      batch["valid"]
-    ), aux
+    return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(batch["valid"]), aux
 
-  batch = {
-    "x": np.ones(16, np.float32),
-    "valid": np.r_[np.ones(8), np.zeros(8)].astype(np.float32),
-  }
+  batch = {"x": np.ones(16, np.float32), "valid": np.r_[np.ones(8), np.zeros(8)].astype(np.float32)}
   for options in ({}, {"weight_fn": tokens, "skip_nonfinite": True}):
     step = optax_accum.make_train_step(
       fun,
@@ -347,44 +276,30 @@ def test_words_that_cannot_be_kept_are_refused():
 
   def step(word, carry, **options):
     return one_step(
-      fun,
-      np.ones(8, np.float32),
-      carry,
-      make_mesh(2),
-      carry_reduction=word,
-      **options,
+      fun, np.ones(8, np.float32), carry, make_mesh(2), carry_reduction=word, **options
     )
 
   with pytest.raises(
-    ValueError,
-    match=r"carry_reduction\['a'\]='last' must be one of 'mean', 'max', 'min', 'sum'",
+    ValueError, match=r"carry_reduction\['a'\]='last' must be one of 'mean', 'max', 'min', 'sum'"
   ):
     step({"a": "last"}, {"a": jnp.ones(())})
   with pytest.raises(
-    ValueError,
-    match=r"carry_reduction='sum' asks for a carry: give carry_argnum",
+    ValueError, match=r"carry_reduction='sum' asks for a carry: give carry_argnum"
   ):
-    optax_accum.make_train_step(
-      fun, TX, num_microbatches=2, carry_reduction="sum"
-    )
+    optax_accum.make_train_step(fun, TX, num_microbatches=2, carry_reduction="sum")
   with pytest.raises(
-    TypeError,
-    match=r'argument 2\[\'n\'\] has dtype int32, which "mean" cannot keep',
+    TypeError, match=r'argument 2\[\'n\'\] has dtype int32, which "mean" cannot keep'
   ):
     step("mean", {"n": jnp.int32(1)})
-  with pytest.raises(
-    TypeError, match="has dtype complex64, which has no 'max'"
-  ):
+  with pytest.raises(TypeError, match="has dtype complex64, which has no 'max'"):
     step("max", {"z": jnp.complex64(1)})
   with pytest.raises(TypeError, match="has dtype bool, which has no sum"):
     step("sum", {"f": jnp.array(True)})
-  with pytest.raises(
-    ValueError, match=r"carry_reduction=.* is not a prefix tree"
-  ):
+  with pytest.raises(ValueError, match=r"carry_reduction=.* is not a prefix tree"):
     step({"b": "sum"}, {"a": jnp.ones(())})
 
 
-@pytest.mark.parametrize("start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str)
 def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
   def fun(p, x, carry):
     new = {**carry, "n": carry["n"] + jnp.ones((), start.dtype)}
@@ -468,10 +383,7 @@ def test_counts_agree_in_one_call_in_a_cycle_and_in_a_merge(dtype):
   batch = {"right": rows < 17, "valid": rows < 33}
 
   def fun(p, batch, carry):
-    new = {
-      name: count + batch[name].sum().astype(dtype)
-      for name, count in carry.items()
-    }
+    new = {name: count + batch[name].sum().astype(dtype) for name, count in carry.items()}
     return p * jnp.mean(batch["right"].astype(jnp.float32)), (new, None)
 
   def of(part):
@@ -480,13 +392,7 @@ def test_counts_agree_in_one_call_in_a_cycle_and_in_a_merge(dtype):
   params = jnp.float32(1)
   for mesh in (None, make_mesh(8)):
     step = optax_accum.make_train_step(
-      fun,
-      TX,
-      num_microbatches=1,
-      carry_argnum=2,
-      carry_reduction="sum",
-      mesh=mesh,
-      donate=False,
+      fun, TX, num_microbatches=1, carry_argnum=2, carry_reduction="sum", mesh=mesh, donate=False
     )
     start = {"right": dtype(100), "valid": dtype(200)}
 

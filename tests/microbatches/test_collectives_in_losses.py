@@ -17,11 +17,7 @@ from optax_accum import _versions
 DEVICES, TOLERANCE = 4, 1e-11
 # Valid rows on each device.
 EQUAL, UNEVEN, EMPTY = (8, 8, 8, 8), (8, 3, 5, 1), (8, 0, 5, 0)
-FOUR, WHOLE, RAGGED = (
-  {"num_microbatches": 4},
-  {"num_microbatches": 1},
-  {"microbatch_size": 5},
-)
+FOUR, WHOLE, RAGGED = ({"num_microbatches": 4}, {"num_microbatches": 1}, {"microbatch_size": 5})
 WHOLE_UNWEIGHED = {**WHOLE, "weighs": False}
 
 
@@ -31,27 +27,21 @@ pytestmark = pytest.mark.usefixtures("x64")
 @functools.cache
 def expected(name, valid, **options):
   row, batch = TABLE[name], losses.make_batch(valid)
-  return losses.expected(
-    row.fun, losses.make_params(), batch, DEVICES, alone=row.alone, **options
-  )
+  return losses.expected(row.fun, losses.make_params(), batch, DEVICES, alone=row.alone, **options)
 
 
 def assert_right(name, entry, valids, **options):
   split = {
-    k: v
-    for k, v in options.items()
-    if k in ("num_microbatches", "microbatch_size", "weighs")
+    k: v for k, v in options.items() if k in ("num_microbatches", "microbatch_size", "weighs")
   }
   run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **options)
   for valid in valids:
     actual = run(losses.make_params(), losses.make_batch(valid))
-    assert (
-      losses.error_of(actual, expected(name, valid, **split)) < TOLERANCE
-    ), valid
+    assert losses.error_of(actual, expected(name, valid, **split)) < TOLERANCE, valid
 
 
 # By its first word, which is most often the collective.
-@pytest.mark.parametrize("name", list(first_of_each(TABLE, lambda name: name.split()[0])))  # fmt: skip
+@pytest.mark.parametrize("name", list(first_of_each(TABLE, lambda name: name.split()[0])))
 def test_the_gradient_is_that_of_the_weighted_mean_over_devices(name):
   """On one device, by `jax.vmap`. Weights differ between devices and between microbatches."""
   assert_right(name, "mesh", (EQUAL, UNEVEN, EMPTY), **FOUR)
@@ -83,9 +73,7 @@ MEAN, RATIO = "pmean, last", "psum(sum) / psum(count)"
   more(RATIO, EMPTY, {**FOUR, "has_weight": True}),
   more(RATIO, UNEVEN, RAGGED),
 ])  # fmt: skip
-def test_a_loss_that_devices_reduced_is_that_of_the_whole_batch(
-  name, entry, valid, options
-):
+def test_a_loss_that_devices_reduced_is_that_of_the_whole_batch(name, entry, valid, options):
   params, batch = losses.make_params(), losses.make_batch(valid)
   run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **options)
   loss, grads = jax.value_and_grad(losses.plain)(params, batch)
@@ -98,19 +86,13 @@ def test_a_sum_that_is_divided_by_the_count_of_all_trains_with_a_part(entry):
   params, batch = losses.make_params(), losses.make_batch(UNEVEN)
   fun = TABLE["sum / psum(count)"].fun
   run = losses.gradient_function(fun, entry, DEVICES, weighs=False, **WHOLE)
-  part = jax.tree.map(
-    lambda x: x / DEVICES, jax.value_and_grad(losses.plain)(params, batch)[::-1]
-  )
+  part = jax.tree.map(lambda x: x / DEVICES, jax.value_and_grad(losses.plain)(params, batch)[::-1])
   assert losses.error_of(run(params, batch), part) < TOLERANCE
 
 
 def test_weights_that_are_ignored_show():
   for valid in (UNEVEN, EMPTY):
-    for name in (
-      "psum: batch norm",
-      "own + pmean(aux)",
-      "ppermute: features of the neighbour",
-    ):
+    for name in ("psum: batch norm", "own + pmean(aux)", "ppermute: features of the neighbour"):
       wrong = expected(name, valid, weighs=False, **FOUR)
       assert losses.error_of(wrong, expected(name, valid, **FOUR)) > 1e-2
 
@@ -122,9 +104,7 @@ def test_weights_that_are_ignored_show():
   ("psum: batch norm", "mesh", {**RAGGED, "has_weight": True}),
   ("own + pmean(aux)", "mesh", {**FOUR, "skip_nonfinite": True}),
 ])  # fmt: skip
-def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(
-  name, entry, options
-):
+def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(name, entry, options):
   valids = (UNEVEN, EMPTY) if options.get("weighs", True) else (UNEVEN,)
   assert_right(name, entry, valids, **options)
 
@@ -141,16 +121,10 @@ def test_a_nan_leaves_out_the_microbatch_on_all_devices(name, entry):
   row, batch = TABLE[name], losses.make_batch((8, 3, 5, 6))
   batch["x"][losses.ROWS + 1] = np.nan
   params = losses.make_params()
-  run = losses.gradient_function(
-    row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR
-  )
-  wanted = losses.expected(
-    row.fun, params, batch, DEVICES, alone=row.alone, **FOUR
-  )
+  run = losses.gradient_function(row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR)
+  wanted = losses.expected(row.fun, params, batch, DEVICES, alone=row.alone, **FOUR)
   assert losses.error_of(run(params, batch), wanted) < TOLERANCE
-  other = losses.expected(
-    row.fun, params, batch, DEVICES, alone=not row.alone, **FOUR
-  )
+  other = losses.expected(row.fun, params, batch, DEVICES, alone=not row.alone, **FOUR)
   assert losses.error_of(other, wanted) > 1e-3
 
 

@@ -27,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 @pytest.fixture(scope="module")
 def params():
   rng = np.random.default_rng(0)
-  shapes = {
-    "trunk": (WIDTH, WIDTH),
-    "router": (WIDTH, EXPERTS),
-    "second": (WIDTH,),
-  }
+  shapes = {"trunk": (WIDTH, WIDTH), "router": (WIDTH, EXPERTS), "second": (WIDTH,)}
   return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
@@ -52,9 +48,7 @@ def sums_of(params, batch):
   return {
     "tokens": jnp.sum(jnp.sum(x**2, axis=-1), where=batch["valid"]),
     "router": jnp.sum(jax.nn.logsumexp(x @ params["router"], axis=-1) ** 2),
-    "second": jnp.sum(
-      (jnp.mean(x, axis=1) @ params["second"] - 1) ** 2, where=batch["labelled"]
-    ),
+    "second": jnp.sum((jnp.mean(x, axis=1) @ params["second"] - 1) ** 2, where=batch["labelled"]),
   }
 
 
@@ -78,9 +72,7 @@ def loss_fn(params, batch, totals):
 
 def own_totals(params, batch, totals):
   """What people write: a microbatch divides by what it has, and 1 where it has nothing."""
-  return loss_fn(
-    params, batch, jax.tree.map(lambda n: jnp.maximum(n, 1.0), counts_of(batch))
-  )
+  return loss_fn(params, batch, jax.tree.map(lambda n: jnp.maximum(n, 1.0), counts_of(batch)))
 
 
 AUX = {"terms": "sum", "labelled": "stack"}
@@ -97,9 +89,7 @@ def make_step(loss_fn, count, **options):
 def run(step, params, batch, totals):
   """Parameters, loss and terms after a step, and the labelled rows of each microbatch."""
   new, _, metrics = jax.device_get(step(params, TX.init(params), batch, totals))
-  return (new, metrics["loss"], metrics["aux"]["terms"]), metrics["aux"][
-    "labelled"
-  ]
+  return (new, metrics["loss"], metrics["aux"]["terms"]), metrics["aux"]["labelled"]
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +99,14 @@ def whole_batch(params, batch):
     totals = counts_of(batch)
     step = oracle.whole_batch_step(lambda *args: loss_fn(*args, totals)[0], TX)
     new, _, metrics = step(params, TX.init(params), batch)
-    return jax.device_get(
-      (new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"])
-    )
+    return jax.device_get((new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"]))
 
 
 devices = pytest.mark.parametrize("count", [1, 8])
 
 
 @devices
-def test_sums_over_totals_are_the_whole_batchs_step(
-  count, params, batch, whole_batch
-):
+def test_sums_over_totals_are_the_whole_batchs_step(count, params, batch, whole_batch):
   step = make_step(loss_fn, count, microbatch_size=SIZE, **EXACT)
   actual, labelled = run(step, params, batch, counts_of(batch))
   assert 0 in labelled
@@ -185,8 +171,7 @@ def over_microbatches(pair, count):
 
 
 @pytest.mark.parametrize(
-  ("count", "pair"),
-  [(1, drawn), (8, sum_and_count), more(1, sum_and_count), more(8, drawn)],
+  ("count", "pair"), [(1, drawn), (8, sum_and_count), more(1, sum_and_count), more(8, drawn)]
 )
 def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
   pair, count, params, batch
@@ -217,16 +202,12 @@ def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
 def once(loss_fn, params, batch):
   """A step on the whole batch."""
   with jax.enable_x64(True):
-    return oracle.take_steps(
-      oracle.whole_batch_step(loss_fn, TX), TX, params, [batch]
-    )
+    return oracle.take_steps(oracle.whole_batch_step(loss_fn, TX), TX, params, [batch])
 
 
 def shares_of(params, batch):
   """By expert, over tokens: the sum of the probabilities, and how many choose it."""
-  probabilities = jax.nn.softmax(
-    jnp.tanh(batch["x"] @ params["trunk"]) @ params["router"]
-  )
+  probabilities = jax.nn.softmax(jnp.tanh(batch["x"] @ params["trunk"]) @ params["router"])
   chosen = jax.nn.one_hot(jnp.argmax(probabilities, axis=-1), EXPERTS)
   return jnp.sum(probabilities, axis=(0, 1)), jnp.sum(chosen, axis=(0, 1))
 
@@ -248,21 +229,11 @@ def by_balance(params, batch):
 
 
 @devices
-def test_a_product_of_means_is_a_function_of_sums_in_microbatches(
-  count, params, batch, by_balance
-):
-  options = {
-    "reduction": "sum",
-    "batch_argnums": 1,
-    "microbatch_size": SIZE // count,
-  }
-  whole = balance(
-    microbatch(shares_of, **options), None if count == 1 else "data"
-  )
+def test_a_product_of_means_is_a_function_of_sums_in_microbatches(count, params, batch, by_balance):
+  options = {"reduction": "sum", "batch_argnums": 1, "microbatch_size": SIZE // count}
+  whole = balance(microbatch(shares_of, **options), None if count == 1 else "data")
   step = make_step(whole, count, num_microbatches=1)
-  trees.assert_close(
-    oracle.take_steps(step, TX, params, [batch]), by_balance, 1e-12
-  )
+  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), by_balance, 1e-12)
   if count == 1:
     step = make_step(balance(shares_of), count, microbatch_size=SIZE)
     wrong = oracle.take_steps(step, TX, params, [batch])

@@ -13,11 +13,7 @@ from support.compiled import temp_bytes
 from support.devices import AUTO, EXPLICIT, make_mesh, put
 from support.optimizers import relaxed
 
-from optax_accum import (
-  count_collectives,
-  make_train_step,
-  microbatch_value_and_grad,
-)
+from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
 
@@ -48,18 +44,14 @@ def scanned(params, batch, rematerialised=True):
   body = jax.checkpoint(layer) if rematerialised else layer
   x, _ = jax.lax.scan(body, x, params["layers"])
   logits = normed(x) @ params["embedding"].T
-  nats = optax.softmax_cross_entropy_with_integer_labels(
-    logits, batch["labels"]
-  )
+  nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
   return jnp.sum(nats * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def convolution(params, batch):
   x, layout = jax.nn.one_hot(batch["tokens"], WIDTH), ("NWC", "WIO", "NWC")
   for _ in range(2):  # shared
-    x = jax.lax.conv_general_dilated(
-      x, params["kernel"], (1,), "SAME", None, None, layout
-    )
+    x = jax.lax.conv_general_dilated(x, params["kernel"], (1,), "SAME", None, None, layout)
     x = jnp.tanh(x)
   return jnp.sum(jnp.mean(x**2, -1) * batch["mask"]) / jnp.sum(batch["mask"])
 
@@ -69,10 +61,7 @@ def params_of(loss_fn):
   normal = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape))  # noqa: E731
   if loss_fn is convolution:
     return {"kernel": normal(3, WIDTH, WIDTH)}
-  layers = {
-    "up": normal(LAYERS, WIDTH, 2 * WIDTH),
-    "down": normal(LAYERS, 2 * WIDTH, WIDTH),
-  }
+  layers = {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, 2 * WIDTH, WIDTH)}
   return {"embedding": normal(VOCABULARY, WIDTH), "layers": layers}
 
 
@@ -84,9 +73,7 @@ def make_batch(rows=24, padded=False):
   if padded:
     mask *= rng.uniform(size=(rows, LENGTH)) < 0.6
     mask[::4] = mask[4:9] = 0
-  return jax.tree.map(
-    jnp.asarray, {"tokens": tokens[0], "labels": tokens[1], "mask": mask}
-  )
+  return jax.tree.map(jnp.asarray, {"tokens": tokens[0], "labels": tokens[1], "mask": mask})
 
 
 def tokens_in(batch):
@@ -99,9 +86,7 @@ def jitted_value_and_grad(loss_fn):
 
 
 def whole(loss_fn, padded=False):
-  return jitted_value_and_grad(loss_fn)(
-    params_of(loss_fn), make_batch(padded=padded)
-  )
+  return jitted_value_and_grad(loss_fn)(params_of(loss_fn), make_batch(padded=padded))
 
 
 CASES = [
@@ -122,21 +107,10 @@ def test_the_gradient_is_that_of_the_whole_batch(loss_fn, padded, split):
 def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
   def loss_fn(params, batch, seen, key):
     noise = jax.random.uniform(key, batch["tokens"].shape)
-    scaled = (
-      convolution(params, batch) * (1 + 0.1 * jnp.sum(noise))
-      + seen["rows"] * 1e-3
-    )
-    return scaled, (
-      {"rows": seen["rows"] + len(noise)},
-      {"first": batch["tokens"][:, 0]},
-    )
+    scaled = convolution(params, batch) * (1 + 0.1 * jnp.sum(noise)) + seen["rows"] * 1e-3
+    return scaled, ({"rows": seen["rows"] + len(noise)}, {"first": batch["tokens"][:, 0]})
 
-  args = (
-    params_of(convolution),
-    make_batch(10),
-    {"rows": np.zeros(())},
-    jax.random.key(3),
-  )
+  args = (params_of(convolution), make_batch(10), {"rows": np.zeros(())}, jax.random.key(3))
   options = {
     "microbatch_size": 4,
     "reduction": "sum",
@@ -146,8 +120,7 @@ def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
     "weight_fn": tokens_in,
   }
   ours, plain = (
-    jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
-    for x in (True, False)
+    jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args) for x in (True, False)
   )
   trees.assert_close(ours, plain, 1e-12)
 
@@ -158,9 +131,7 @@ def test_outside_jit_and_by_several_arguments_it_is_the_same_gradient():
     return scale * scanned(params, batch)
 
   args = jnp.asarray(1.5), make_batch(6), params_of(scanned)
-  run = microbatch_value_and_grad(
-    loss_fn, [-1, 0], in_place=True, num_microbatches=3
-  )
+  run = microbatch_value_and_grad(loss_fn, [-1, 0], in_place=True, num_microbatches=3)
   expected = jax.jit(jax.value_and_grad(loss_fn, (2, 0)))(*args)
   trees.assert_close(run(*args), expected, 1e-10)
 
@@ -171,40 +142,23 @@ def test_padding_that_is_not_a_number_stays_out():
   mask[:2] = mask[12:14] = 0  # the first two microbatches, of 0/0
   batch["mask"] = jnp.asarray(mask)
   options = {"num_microbatches": 12, "weight_fn": tokens_in}
-  _, grads = jax.jit(
-    microbatch_value_and_grad(scanned, in_place=True, **options)
-  )(params, batch)
-  trees.assert_close(
-    grads, jitted_value_and_grad(scanned)(params, batch)[1], 1e-10
-  )
+  _, grads = jax.jit(microbatch_value_and_grad(scanned, in_place=True, **options))(params, batch)
+  trees.assert_close(grads, jitted_value_and_grad(scanned)(params, batch)[1], 1e-10)
 
 
 @pytest.mark.parametrize(
-  ("kind", "padded", "specs"),
-  [(AUTO, True, "replicated"), (EXPLICIT, False, "sharded")],
+  ("kind", "padded", "specs"), [(AUTO, True, "replicated"), (EXPLICIT, False, "sharded")]
 )
-def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
-  kind, padded, specs
-):
+def test_over_devices_each_adds_its_own_and_they_are_reduced_once(kind, padded, specs):
   mesh = make_mesh(4, kind=kind)
   params, batch, tx = params_of(scanned), make_batch(24, padded), optax.sgd(1.0)
   _, grads = jax.device_get(whole(scanned, padded))
   expected = jax.tree.map(np.subtract, jax.device_get(params), grads)
-  spec = (
-    {"embedding": P("data"), "layers": P(None, "data")}
-    if specs == "sharded"
-    else P()
-  )
+  spec = {"embedding": P("data"), "layers": P(None, "data")} if specs == "sharded" else P()
   placed = put(params, mesh, spec)
   weighs = {"weight_fn": tokens_in} if padded else {}
   step = make_train_step(
-    scanned,
-    tx,
-    num_microbatches=3,
-    mesh=mesh,
-    in_place=True,
-    donate=False,
-    **weighs,
+    scanned, tx, num_microbatches=3, mesh=mesh, in_place=True, donate=False, **weighs
   )
   compiled = step.lower(placed, tx.init(placed), batch).compile()
   new, *_ = step(placed, tx.init(placed), batch)
@@ -216,11 +170,7 @@ def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
 def test_over_further_axes_a_microbatch_runs_on_all_devices_or_on_none(shape):
   """The compiler may have them send something in it."""
   params, tx = params_of(scanned), optax.sgd(1.0)
-  options = {
-    "in_place": True,
-    "weight_fn": tokens_in,
-    "mesh": make_mesh(*shape),
-  }
+  options = {"in_place": True, "weight_fn": tokens_in, "mesh": make_mesh(*shape)}
   step = make_train_step(scanned, tx, num_microbatches=3, **options)
   text = str(step.trace(params, tx.init(params), make_batch(24)).jaxpr)
   assert ("pmax" in text) == (len(shape) > 1)
@@ -239,12 +189,7 @@ def test_it_takes_less_memory_than_the_plain_scan():
   tx = relaxed(optax.adamw(1e-3))
   state = jax.eval_shape(tx.init, like)
   temp = [
-    temp_bytes(
-      make_train_step(scanned, tx, num_microbatches=4, in_place=x),
-      like,
-      state,
-      batch,
-    )
+    temp_bytes(make_train_step(scanned, tx, num_microbatches=4, in_place=x), like, state, batch)
     for x in (True, False)
   ]
   assert temp[0] < 0.75 * temp[1]
@@ -257,9 +202,7 @@ def beside_a_value(params, batch):
     return jnp.tanh(x * ws[0][None] + ws[1][None]), None
 
   w = jnp.sin(params["layers"]["down"])[:, 0]
-  x, _ = jax.lax.scan(
-    layer, batch["mask"] @ jnp.ones((LENGTH, WIDTH)), (w, params["bias"])
-  )
+  x, _ = jax.lax.scan(layer, batch["mask"] @ jnp.ones((LENGTH, WIDTH)), (w, params["bias"]))
   return jnp.mean(x**2)
 
 
@@ -280,14 +223,9 @@ def beside_a_carry(params, batch):
 
 @pytest.mark.parametrize("loss_fn", [beside_a_value, beside_a_carry])
 def test_a_scan_that_some_versions_mix_up_is_right(loss_fn):
-  params, batch = (
-    params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)},
-    make_batch(8),
-  )
+  params, batch = params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)
-  run = jax.jit(
-    microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4)
-  )
+  run = jax.jit(microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4))
   trees.assert_close(run(params, batch), expected, 1e-10)
 
 
@@ -302,11 +240,7 @@ def twice(params, batch):
   """One parameter that goes into an inner function twice."""
   w = params["embedding"]
   return jnp.mean(
-    (
-      batch["mask"][:, :1]
-      @ jnp.ones((1, VOCABULARY))
-      @ jax.jit(lambda a, b: a * jnp.sin(b))(w, w)
-    )
+    (batch["mask"][:, :1] @ jnp.ones((1, VOCABULARY)) @ jax.jit(lambda a, b: a * jnp.sin(b))(w, w))
     ** 2
   )
 
@@ -322,12 +256,10 @@ def before_the_array(params, batch):
 
 
 def behind_a_barrier(params, batch):
-  return jnp.mean(
-    jax.lax.optimization_barrier(params["embedding"]) ** 2
-  ) * jnp.mean(batch["mask"])
+  return jnp.mean(jax.lax.optimization_barrier(params["embedding"]) ** 2) * jnp.mean(batch["mask"])
 
 
-@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])  # fmt: skip
+@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])
 def test_what_is_not_known_to_be_right_is_added_whole(loss_fn):
   params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)[1]
@@ -343,31 +275,23 @@ def of_fori(step, p):
   return jax.lax.fori_loop(0, 3, lambda i, q: q * step(p, q), jnp.sum(p))
 
 
-REFUSED = (
-  r"in_place=True adds gradients to references, which cannot be differentiated"
+REFUSED = r"in_place=True adds gradients to references, which cannot be differentiated"
+
+
+@pytest.mark.parametrize(
+  ("loop", "jit", "moves"),
+  [(of_map, True, "params"), (of_fori, False, "batch"), (of_fori, True, "weights")],
 )
-
-
-@pytest.mark.parametrize(("loop", "jit", "moves"), [
-  (of_map, True, "params"),
-  (of_fori, False, "batch"),
-  (of_fori, True, "weights"),
-])  # fmt: skip
 def test_derivatives_in_a_loop_are_refused(loop, jit, moves):
   """JAX would be silently wrong. One thing depends on what is differentiated, and the rest not."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 
   def total(p):
-    of = {
-      k: p if k == moves else jnp.ones(3)
-      for k in ("params", "batch", "closure", "weights")
-    }
+    of = {k: p if k == moves else jnp.ones(3) for k in ("params", "batch", "closure", "weights")}
 
     def step(_, s):
       def loss_fn(w, batch):
-        return s * jnp.mean(jnp.tanh(batch @ w) ** 2) + jnp.sum(
-          of["closure"] * w**2
-        )
+        return s * jnp.mean(jnp.tanh(batch @ w) ** 2) + jnp.sum(of["closure"] * w**2)
 
       def weight_fn(batch):
         return len(batch) + jnp.sum(of["weights"] ** 2)

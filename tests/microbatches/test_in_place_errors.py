@@ -40,9 +40,7 @@ def test_a_jax_that_cannot_is_refused(monkeypatch):
 def test_parameters_whose_accumulators_have_another_dtype_are_refused(dtype):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = rf"params has dtype {jnp.dtype(dtype)}, and its gradients .* added up in float32;"
-  with pytest.raises(
-    TypeError, match=message + r".*Keep parameters in float32"
-  ):
+  with pytest.raises(TypeError, match=message + r".*Keep parameters in float32"):
     run(PARAMS.astype(dtype), BATCH.astype(dtype))
   run = microbatch_value_and_grad(
     loss_fn, num_microbatches=2, in_place=True, accumulator_dtype=jnp.bfloat16
@@ -58,6 +56,4 @@ def test_under_vmap_it_is_refused(jit):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = r"jax\.vmap cannot give a further axis: .* or take jax\.lax\.map \(without its batch"
   with pytest.raises(NotImplementedError, match=message):
-    jax.vmap(jax.jit(run) if jit else run, (None, 0))(
-      PARAMS, jnp.stack([BATCH, BATCH])
-    )
+    jax.vmap(jax.jit(run) if jit else run, (None, 0))(PARAMS, jnp.stack([BATCH, BATCH]))

@@ -18,10 +18,7 @@ import optax_accum
 
 def init_params(dtype=np.float64):
   rng = np.random.default_rng(0)
-  return {
-    "w": rng.normal(size=(3, 4)).astype(dtype),
-    "b": rng.normal(size=(4,)).astype(dtype),
-  }
+  return {"w": rng.normal(size=(3, 4)).astype(dtype), "b": rng.normal(size=(4,)).astype(dtype)}
 
 
 def make_batch(rows, masked=False, dtype=np.float64):
@@ -66,12 +63,8 @@ def mean_of_means(params, batch, size):
   """The planted wrong answer: every microbatch counts the same."""
   rows = batch["x"].shape[0]
   parts = [trees.index(batch, slice(i, i + size)) for i in range(0, rows, size)]
-  losses, grads = zip(
-    *[jax.device_get(whole(params, p)) for p in parts], strict=True
-  )
-  return sum(losses) / len(parts), jax.tree.map(
-    lambda *g: sum(g) / len(parts), *grads
-  )
+  losses, grads = zip(*[jax.device_get(whole(params, p)) for p in parts], strict=True)
+  return sum(losses) / len(parts), jax.tree.map(lambda *g: sum(g) / len(parts), *grads)
 
 
 # Whole, even, ragged by one and by more, and too large.
@@ -94,16 +87,9 @@ def test_every_split_equals_the_whole_batch(rows, sizes, masked):
 
     # One program for all sizes: one for each would take three times as long. Aux leaves loss and
     # gradients as they are, so one size will do without.
-    every = jax.jit(
-      lambda: [
-        {5: cycle(5, False)},
-        {size: cycle(size, True) for size in sizes},
-      ]
-    )()
+    every = jax.jit(lambda: [{5: cycle(5, False)}, {size: cycle(size, True) for size in sizes}])()
     loss_fn = functools.partial(masked_mean_loss, has_aux=True)
-    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
-      params, batch
-    )
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
     for has_aux, actual in enumerate(every):
       expected = ((loss, aux) if has_aux else loss), grads
       for of_size in actual.values():
@@ -126,22 +112,14 @@ def test_arguments_are_found_by_position_or_name():
   def decorated(*args, more=None, **named):  # takes more than its signature
     return loss_fn(*args, **named)
 
-  params, x, y = (
-    jnp.asarray(2.0),
-    np.arange(6, dtype=np.float32),
-    np.ones(6, np.float32),
-  )
+  params, x, y = jnp.asarray(2.0), np.arange(6, dtype=np.float32), np.ones(6, np.float32)
   expected = np.mean((2 * x - y) ** 2), np.mean(2 * x * (2 * x - y))
 
   @jax.jit
   def every(params, x, y):
-    run = functools.partial(
-      optax_accum.microbatch_value_and_grad, num_microbatches=3
-    )
+    run = functools.partial(optax_accum.microbatch_value_and_grad, num_microbatches=3)
     return [
-      run(decorated if "more" in kwargs else loss_fn, **options)(
-        params, *args, **kwargs
-      )
+      run(decorated if "more" in kwargs else loss_fn, **options)(params, *args, **kwargs)
       for options, args, kwargs in [
         ({"batch_argnums": (1, 2)}, (x,), {"y": y, "more": 1}),
         ({"batch_argnums": (1, 2)}, (x, y), {}),
@@ -183,10 +161,7 @@ def test_skip_nonfinite_leaves_out_what_has_a_weight_that_is_not_finite():
     return total, jnp.sum(1 + 0 * x)
 
   value_and_grad = functools.partial(
-    optax_accum.microbatch_value_and_grad,
-    loss_fn,
-    num_microbatches=3,
-    has_weight=True,
+    optax_accum.microbatch_value_and_grad, loss_fn, num_microbatches=3, has_weight=True
   )
   x = np.float32([0, np.inf, 2, 3, 4, 5])  # row i is in microbatch i % 3
   run = jax.jit(value_and_grad(skip_nonfinite=True))
@@ -206,25 +181,14 @@ def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
   def loss_fn(params, x):
     return jnp.mean(params["a"] * (x - 1)) + broken_at_zero(params, x)
 
-  params = {
-    "a": jnp.asarray(3.0),
-    "c": jnp.asarray(1 + 1j),
-    "z": jnp.asarray(2.0),
-  }
+  params = {"a": jnp.asarray(3.0), "c": jnp.asarray(1 + 1j), "z": jnp.asarray(2.0)}
   x, whole = np.float32([1, 0, 4]), jax.jit(jax.value_and_grad(loss_fn))
-  finite = [
-    bool(np.isfinite(leaf)) for leaf in jax.tree.leaves(whole(params, x[1:2]))
-  ]
+  finite = [bool(np.isfinite(leaf)) for leaf in jax.tree.leaves(whole(params, x[1:2]))]
   assert finite.count(False) == 1  # of loss, a, c, z
   assert finite[1]
-  cycle = optax_accum.microbatch_value_and_grad(
-    loss_fn, num_microbatches=3, skip_nonfinite=True
-  )
+  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, skip_nonfinite=True)
   loss, grads, stats = jax.jit(cycle)(params, x)
-  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (
-    1,
-    2.0,
-  )
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (1, 2.0)
   expected = whole(params, x[::2])
   trees.assert_close((loss, grads), expected, 1e-6)
 
@@ -233,16 +197,10 @@ def test_padding_is_not_counted_as_skipped():
   batch = make_batch(4, dtype=np.float32)
   batch["valid"][1::2] = 0  # microbatch 1 of 2, whose loss is 0/0
   cycle = optax_accum.microbatch_value_and_grad(
-    masked_mean_loss,
-    num_microbatches=2,
-    weight_fn=valid_tokens,
-    skip_nonfinite=True,
+    masked_mean_loss, num_microbatches=2, weight_fn=valid_tokens, skip_nonfinite=True
   )
   _, _, stats = jax.jit(cycle)(init_params(np.float32), batch)
-  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (
-    0,
-    4.0,
-  )
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (0, 4.0)
 
 
 def statistics(x):
@@ -287,11 +245,7 @@ def test_the_smaller_last_microbatch_is_last(names):
   if names == "last":
     assert float(out) == 16
   else:
-    assert (out[0].tolist(), float(out[1]), float(out[2])) == (
-      [5, 10, 16],
-      16,
-      31,
-    )
+    assert (out[0].tolist(), float(out[1]), float(out[2])) == ([5, 10, 16], 16, 31)
 
 
 def test_min_max_sum_and_last_leave_out_what_has_no_weight():
@@ -306,8 +260,7 @@ def test_min_max_sum_and_last_leave_out_what_has_no_weight():
 
 
 @pytest.mark.parametrize(
-  ("impl", "mesh"),
-  [("threefry2x32", 8), ("rbg", None), ("unsafe_rbg", None), ("unsafe_rbg", 8)],
+  ("impl", "mesh"), [("threefry2x32", 8), ("rbg", None), ("unsafe_rbg", None), ("unsafe_rbg", 8)]
 )
 def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
   """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""
@@ -336,16 +289,12 @@ def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
 
   key, keys = make_key(0), jax.random.split(make_key(1), 3)
   names = ("key", "keys", "key")  # one of them twice
-  run = optax_accum.microbatch(
-    draw, reduction="stack", num_microbatches=2, rng_argnums=names
-  )
+  run = optax_accum.microbatch(draw, reduction="stack", num_microbatches=2, rng_argnums=names)
   one, three = jax.jit(run)(np.arange(4, dtype=np.float32), key=key, keys=keys)
 
   @jax.jit
   def expected(key, keys, i):
-    of_each = jax.vmap(
-      lambda key: jax.random.uniform(jax.random.fold_in(key, i))
-    )
+    of_each = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))
     return jax.random.uniform(jax.random.fold_in(key, i)), of_each(keys)
 
   for i in range(2):
@@ -354,10 +303,7 @@ def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
 
 def with_statistics(params, batch, stats, momentum=0.9):
   mean = jnp.mean(batch)
-  new = {
-    "mean": momentum * stats["mean"] + (1 - momentum) * mean,
-    "steps": stats["steps"] + 1,
-  }
+  new = {"mean": momentum * stats["mean"] + (1 - momentum) * mean, "steps": stats["steps"] + 1}
   return jnp.mean(params * (batch - mean) ** 2), (new, {"seen": stats["mean"]})
 
 
@@ -367,20 +313,14 @@ def test_a_carry_goes_from_each_microbatch_to_the_next(size):
   parts = {2: [batch[i::3] for i in range(3)], 4: [batch[:4], batch[4:]]}[size]
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
   cycle = optax_accum.microbatch_value_and_grad(
-    with_statistics,
-    has_aux=True,
-    microbatch_size=size,
-    carry_argnum=2,
-    aux_reduction="stack",
+    with_statistics, has_aux=True, microbatch_size=size, carry_argnum=2, aux_reduction="stack"
   )
   (_, (new, aux)), _ = jax.jit(cycle)(params, batch, stats)
   carry, seen = stats, []
   for part in parts:
     seen.append(carry["mean"])
     _, (carry, _) = jax.jit(with_statistics)(params, part, carry)
-  chex.assert_trees_all_close(
-    (new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6
-  )
+  chex.assert_trees_all_close((new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6)
   assert int(new["steps"]) == len(parts)
 
 
@@ -391,23 +331,14 @@ def test_half_precision_is_added_up_in_float32():
     return jnp.mean(params * x)
 
   x, params = np.ones(1024, dtype), np.ones((), dtype)
-  cycle = optax_accum.microbatch_value_and_grad(
-    loss_fn, num_microbatches=1024, reduction="sum"
-  )
+  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=1024, reduction="sum")
   loss, grad = jax.jit(cycle)(params, x)
   assert (loss.dtype, grad.dtype) == (dtype, dtype)
   assert (float(loss), float(grad)) == (1024.0, 1024.0)
-  naive = lax.scan(
-    lambda c, x: (c + x, None),
-    jnp.zeros((), jnp.bfloat16),
-    x.astype(jnp.bfloat16),
-  )
+  naive = lax.scan(lambda c, x: (c + x, None), jnp.zeros((), jnp.bfloat16), x.astype(jnp.bfloat16))
   assert float(naive[0]) == 256.0  # where bfloat16 stops counting
   in_bfloat16 = optax_accum.microbatch_value_and_grad(
-    loss_fn,
-    num_microbatches=1024,
-    reduction="sum",
-    accumulator_dtype=jnp.bfloat16,
+    loss_fn, num_microbatches=1024, reduction="sum", accumulator_dtype=jnp.bfloat16
   )
   assert float(jax.jit(in_bfloat16)(params, x)[1]) == 256.0
 
@@ -419,9 +350,7 @@ def test_weights_beyond_float32_are_not_rounded():
   with jax.enable_x64(True):
     heavy = 2**24 + 1  # the first integer that float32 does not hold
     cycle = optax_accum.microbatch_value_and_grad(
-      loss_fn,
-      num_microbatches=2,
-      weight_fn=lambda x: jnp.where(x[0] > 0, 1, heavy),
+      loss_fn, num_microbatches=2, weight_fn=lambda x: jnp.where(x[0] > 0, 1, heavy)
     )
     loss, grad = jax.jit(cycle)(jnp.asarray(1.0), np.array([0.0, 1.0]))
     assert grad.dtype == np.float64
@@ -443,29 +372,17 @@ def test_the_sums_of_microbatch_are_in_accumulator_dtype():
     return float(total), float(mean) * len(x)
 
   ones = np.ones(1024, jnp.bfloat16)
-  assert (totals(ones, None), totals(ones, jnp.bfloat16)) == (
-    (1024,) * 2,
-    (256,) * 2,
-  )
+  assert (totals(ones, None), totals(ones, jnp.bfloat16)) == ((1024,) * 2, (256,) * 2)
   with jax.enable_x64(True):
     x = np.array([2.0**24, 1, 1, 1], np.float32)
     # 2**24 + 3 is rounded once, to 2**24 + 4; in float32 every 1 would be lost.
-    assert (totals(x, None), totals(x, jnp.float64)) == (
-      (2**24,) * 2,
-      (2**24 + 4,) * 2,
-    )
+    assert (totals(x, None), totals(x, jnp.float64)) == ((2**24,) * 2, (2**24 + 4,) * 2)
 
 
 def test_integers_keep_their_dtype_and_small_ones_are_widened():
-  widened = [
-    (jnp.uint32, jnp.uint32),
-    (jnp.uint8, jnp.uint32),
-    (jnp.int16, jnp.int32),
-  ]
+  widened = [(jnp.uint32, jnp.uint32), (jnp.uint8, jnp.uint32), (jnp.int16, jnp.int32)]
   for n in (1, 2):
-    run = optax_accum.microbatch(
-      lambda x: x[0], reduction="sum", num_microbatches=n
-    )
+    run = optax_accum.microbatch(lambda x: x[0], reduction="sum", num_microbatches=n)
     totals = jax.jit(lambda *each, run=run: [run(x) for x in each])(
       *(np.full(2, 200, dtype) for dtype, _ in widened)
     )
@@ -476,9 +393,7 @@ def test_integers_keep_their_dtype_and_small_ones_are_widened():
 def test_float8_outputs_have_a_mean_a_max_and_a_min():
   x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
   run = optax_accum.microbatch(
-    lambda x: (x[0], x[0], x[0]),
-    reduction=("mean", "max", "min"),
-    num_microbatches=4,
+    lambda x: (x[0], x[0], x[0]), reduction=("mean", "max", "min"), num_microbatches=4
   )
   assert [float(v) for v in jax.jit(run)(x)] == [2.5, 4, 1]
 
@@ -488,16 +403,8 @@ def test_one_microbatch_is_the_program_of_value_and_grad():
   loss_fn = functools.partial(masked_mean_loss, has_aux=True)
   functools.update_wrapper(loss_fn, masked_mean_loss)
   for has_aux, fun in [(False, masked_mean_loss), (True, loss_fn)]:
-    plain = (
-      jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
-      .lower(params, batch)
-      .as_text()
-    )
-    for option in [
-      {"num_microbatches": 1},
-      {"microbatch_size": 6},
-      {"microbatch_size": 99},
-    ]:
+    plain = jax.jit(jax.value_and_grad(fun, has_aux=has_aux)).lower(params, batch).as_text()
+    for option in [{"num_microbatches": 1}, {"microbatch_size": 6}, {"microbatch_size": 99}]:
       cycle = optax_accum.microbatch_value_and_grad(
         fun, has_aux=has_aux, aux_reduction="last", **option
       )
@@ -508,9 +415,7 @@ def test_the_program_does_not_grow_with_the_number_of_microbatches():
   params, batch = init_params(np.float32), make_batch(64, dtype=np.float32)
 
   def lines(n):
-    cycle = optax_accum.microbatch_value_and_grad(
-      masked_mean_loss, num_microbatches=n
-    )
+    cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=n)
     text = jax.jit(cycle).lower(params, batch).as_text()
     assert text.count("stablehlo.while") == 1
     return len(text.splitlines())
@@ -520,9 +425,7 @@ def test_the_program_does_not_grow_with_the_number_of_microbatches():
 
 def test_the_loop_has_a_name_in_a_profile():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
-  cycle = optax_accum.microbatch_value_and_grad(
-    masked_mean_loss, num_microbatches=4
-  )
+  cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=4)
   text = jax.jit(cycle).lower(params, batch).as_text(debug_info=True)
   assert "microbatches/" in text
   assert "accumulate/" in text
@@ -541,15 +444,9 @@ def test_memory_is_that_of_one_microbatch():
   whole = temp_bytes(jax.jit(jax.value_and_grad(mlp_loss)), params, batch)
   for n in (2, 32):
     ours = temp_bytes(
-      jax.jit(
-        optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)
-      ),
-      params,
-      batch,
+      jax.jit(optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)), params, batch
     )
-    by_hand = temp_bytes(
-      jax.jit(oracle.hand_written(mlp_loss, n)), params, batch
-    )
+    by_hand = temp_bytes(jax.jit(oracle.hand_written(mlp_loss, n)), params, batch)
     assert ours <= 1.05 * by_hand
     assert ours < whole
 
@@ -558,16 +455,10 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
   def loss_fn(params, batch):
     return jnp.mean((batch @ params) ** 2)
 
-  shapes = [
-    jax.ShapeDtypeStruct(shape, np.float32)
-    for shape in ((2048, 8), (1024, 2048))
-  ]
+  shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2048, 8), (1024, 2048))]
   even, ragged = (
     temp_bytes(
-      jax.jit(
-        optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)
-      ),
-      *shapes,
+      jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)), *shapes
     )
     for size in (128, 127)
   )
@@ -577,16 +468,10 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
     hidden, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)
     return jnp.mean(hidden**2)
 
-  shapes = [
-    jax.ShapeDtypeStruct(shape, np.float32)
-    for shape in ((8, 256, 256), (30, 256))
-  ]
+  shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8, 256, 256), (30, 256))]
   even, ragged = (
     temp_bytes(
-      jax.jit(
-        optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)
-      ),
-      *shapes,
+      jax.jit(optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)), *shapes
     )
     for size in (6, 7)
   )
@@ -607,19 +492,13 @@ def test_it_works_inside_vmap_and_under_an_outer_grad():
     )
     # the NaN of 0/0 has a NaN derivative
     batch["valid"] = np.ones_like(batch["valid"])
-    even = optax_accum.microbatch_value_and_grad(
-      masked_mean_loss, num_microbatches=2
-    )
+    even = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=2)
 
     def squared_norm(params, value_and_grad):
-      return sum(
-        jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1])
-      )
+      return sum(jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1]))
 
     expected, *found = (
-      jax.jit(jax.grad(functools.partial(squared_norm, value_and_grad=f)))(
-        params
-      )
+      jax.jit(jax.grad(functools.partial(squared_norm, value_and_grad=f)))(params)
       for f in (whole, cycle, even)
     )
     for actual in found:
@@ -634,6 +513,4 @@ def test_axis_name_may_be_that_of_a_vmap():
   )
   both = jax.jit(jax.vmap(cycle, (None, 0), axis_name="rows"))(params, split)
   expected = whole(params, batch)
-  trees.assert_close(
-    jax.tree.map(lambda x: x[1], jax.device_get(both)), expected, 1e-5
-  )
+  trees.assert_close(jax.tree.map(lambda x: x[1], jax.device_get(both)), expected, 1e-5)

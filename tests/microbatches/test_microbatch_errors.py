@@ -35,9 +35,7 @@ def raises(error, match, fun=loss_fn, args=(PARAMS, BATCH), **options):
 def _train_step(fun, **options):
   if {"argnums", "axis_name"} & options.keys():  # of no step
     return optax_accum.microbatch_value_and_grad(fun, **options)
-  step = optax_accum.make_train_step(
-    fun, optax.sgd(0.1), donate=False, **options
-  )
+  step = optax_accum.make_train_step(fun, optax.sgd(0.1), donate=False, **options)
   return lambda params, *args, **kwargs: step(params, (), *args, **kwargs)
 
 
@@ -75,8 +73,7 @@ OPTIONS = [
   ({"has_aux": True}, TypeError, r"a single value; with has_aux=True it must return \(loss, aux\)"),
 ]  # fmt: skip
 OPTIONS += [
-  ({"argnums": argnums}, ValueError, "Argument 1 has two roles")
-  for argnums in (1, (0, -1))
+  ({"argnums": argnums}, ValueError, "Argument 1 has two roles") for argnums in (1, (0, -1))
 ]
 # A batch, and what is said of it.
 BATCHES = [
@@ -85,7 +82,7 @@ BATCHES = [
   ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without rows"),
   ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, r"The batch \(argument 1\) is empty"),
   ({}, r"\(argument 1\) has no arrays: give one to split"),
-]  # fmt: skip
+]
 # What is no loss.
 LOSSES = [
   (lambda p, b: b["x"] @ p["w"], r"loss has shape \(\d,\) .* it must be a real scalar"),
@@ -165,9 +162,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fun", "args", "options", "error", "match"), REFUSED)
-def test_an_error_names_the_value_the_requirement_and_the_fix(
-  fun, args, options, error, match
-):
+def test_an_error_names_the_value_the_requirement_and_the_fix(fun, args, options, error, match):
   raises(error, match, fun, args, **options)
 
 
@@ -177,9 +172,9 @@ def test_an_error_names_the_value_the_requirement_and_the_fix(
 ])  # fmt: skip
 def test_argnums_that_name_nothing_are_refused(argnums, args, kwargs, match):
   with pytest.raises(ValueError, match=match):
-    optax_accum.microbatch_value_and_grad(
-      loss_fn, argnums=argnums, num_microbatches=2
-    )(*args, **kwargs)
+    optax_accum.microbatch_value_and_grad(loss_fn, argnums=argnums, num_microbatches=2)(
+      *args, **kwargs
+    )
 
 
 def test_traced_counts_are_refused():
@@ -194,9 +189,7 @@ def test_traced_counts_are_refused():
 def test_complex_values_have_no_order(kind, n):
   match = rf"dtype complex64, which has no '{kind}': use \"mean\" or \"sum\""
   z = jnp.ones(6, jnp.complex64)
-  run = optax_accum.microbatch(
-    lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=n
-  )
+  run = optax_accum.microbatch(lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=n)
   with pytest.raises(TypeError, match=r"output\['z'\] has " + match):
     run(z)
   raises(
@@ -221,7 +214,7 @@ def noisy_loss(params, key, data):
   return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])  # fmt: skip
+@pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])
 def test_a_key_in_the_place_of_the_batch_is_refused(mesh):
   w, key, x = jnp.float32(1), jax.random.key(0), jnp.ones((8, 3))
   tx = optax.sgd(0.1)
@@ -232,8 +225,7 @@ def test_a_key_in_the_place_of_the_batch_is_refused(mesh):
     return step(w, tx.init(w), key, x)
 
   with pytest.raises(
-    ValueError,
-    match=r"^argument 1 is a random key: .*rng_argnums.*batch_argnums",
+    ValueError, match=r"^argument 1 is a random key: .*rng_argnums.*batch_argnums"
   ):
     run()
   with pytest.raises(ValueError, match="Argument 1 has two roles"):
@@ -301,19 +293,13 @@ def test_sparse_rows_that_are_not_split_are_refused():
   dense = np.eye(8, 5, dtype=np.float32)
   loss = lambda p, y, rows: jnp.mean((rows @ p - y) ** 2)  # noqa: E731
   run = _train_step(loss, num_microbatches=8)
-  with pytest.raises(
-    ValueError, match=r"argument 2 has 8 rows, as many as the batch"
-  ):
+  with pytest.raises(ValueError, match=r"argument 2 has 8 rows, as many as the batch"):
     run(jnp.ones(5), jnp.ones(8), sparse_of(dense))
 
 
 def test_a_key_among_the_rows_is_refused():
-  run = optax_accum.microbatch_value_and_grad(
-    lambda w, b: w * jnp.mean(b["x"]), num_microbatches=2
-  )
-  with pytest.raises(
-    ValueError, match=r"1\['key'\] is a random key: .*rng_argnums.*split\(key"
-  ):
+  run = optax_accum.microbatch_value_and_grad(lambda w, b: w * jnp.mean(b["x"]), num_microbatches=2)
+  with pytest.raises(ValueError, match=r"1\['key'\] is a random key: .*rng_argnums.*split\(key"):
     run(1.0, {"x": jnp.ones(4), "key": jax.random.key(0)})
 
 
@@ -322,9 +308,7 @@ def sparse_loss(params, batch):
 
 
 @pytest.mark.parametrize(
-  ("n_batch", "mesh"),
-  [(0, {}), (1, {"mesh": make_mesh(2)})],
-  ids=["alone", "mesh"],
+  ("n_batch", "mesh"), [(0, {}), (1, {"mesh": make_mesh(2)})], ids=["alone", "mesh"]
 )
 def test_sparse_rows_are_refused_with_what_to_pass(n_batch, mesh):
   dense = np.arange(48, dtype=np.float32).reshape(8, 6) % 3
@@ -352,9 +336,7 @@ def test_sparse_rows_are_refused_with_what_to_pass(n_batch, mesh):
   x = sparse_of(dense, n_batch=1)
   step = optax_accum.make_train_step(packed_loss, tx, **options)
   _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
-  np.testing.assert_allclose(
-    metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6
-  )
+  np.testing.assert_allclose(metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6)
 
 
 def positions_loss(params, batch):
@@ -377,9 +359,7 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
     with pytest.raises(ValueError, match=match + fix):
       step(w, tx.init(w), batch)
   got = step(w, tx.init(w), {"positions": moved, "count": each})[2]["loss"]
-  np.testing.assert_allclose(
-    got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6
-  )
+  np.testing.assert_allclose(got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("tx", "match"), [
@@ -393,7 +373,5 @@ def test_transformations_that_are_none_are_refused(tx, match):
 
 
 def test_options_that_do_not_exist_are_refused():
-  with pytest.raises(
-    TypeError, match=r"unexpected keyword argument 'microbatches'"
-  ):
+  with pytest.raises(TypeError, match=r"unexpected keyword argument 'microbatches'"):
     optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)

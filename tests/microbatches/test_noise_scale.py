@@ -12,12 +12,7 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-from optax_accum import (
-  count_collectives,
-  gradient_noise_scale,
-  make_train_step,
-  NoiseScaleTerms,
-)
+from optax_accum import count_collectives, gradient_noise_scale, make_train_step, NoiseScaleTerms
 
 DIM, ROWS, STEPS = 8, 32, 3000
 SPREAD = np.linspace(0.5, 1.5, DIM)  # of the rows, in each dimension
@@ -44,10 +39,7 @@ def average_terms(step, mask):
   """The terms of many steps on new rows, averaged; the parameters stay."""
 
   def one(_, key):
-    x = (
-      jax.random.normal(key, (ROWS, DIM))
-      * jnp.asarray(SPREAD, jnp.float32)[None]
-    )
+    x = jax.random.normal(key, (ROWS, DIM)) * jnp.asarray(SPREAD, jnp.float32)[None]
     return _, step(true_params(), (), {"x": x, "mask": mask})[-1]["noise_scale"]
 
   keys = jax.random.split(jax.random.key(0), STEPS)
@@ -57,9 +49,7 @@ def average_terms(step, mask):
 
 def uneven():
   """A few valid rows in the first microbatches (of any number), many in the last."""
-  mask = np.random.default_rng(0).random(ROWS) < np.tile(
-    np.linspace(0.1, 1, 16), 2
-  )
+  mask = np.random.default_rng(0).random(ROWS) < np.tile(np.linspace(0.1, 1, 16), 2)
   mask[:16] = True  # every microbatch has a row that counts
   return mask
 
@@ -78,22 +68,11 @@ def test_the_estimates_are_right_on_average(case):
     options = {**options, "weight_fn": masked}
   mesh = None if kind is None else make_mesh(8, kind=kind)
   step = make_train_step(
-    quadratic,
-    optax.set_to_zero(),
-    noise_scale=True,
-    donate=False,
-    mesh=mesh,
-    **options,
+    quadratic, optax.set_to_zero(), noise_scale=True, donate=False, mesh=mesh, **options
   )
-  squared_norm, trace = average_terms(
-    step, np.ones(ROWS, bool) if mask is None else mask
-  )
-  np.testing.assert_allclose(
-    [squared_norm, trace], [SQUARED_NORM, TRACE], rtol=0.05
-  )
-  np.testing.assert_allclose(
-    trace / squared_norm, TRACE / SQUARED_NORM, rtol=0.05
-  )
+  squared_norm, trace = average_terms(step, np.ones(ROWS, bool) if mask is None else mask)
+  np.testing.assert_allclose([squared_norm, trace], [SQUARED_NORM, TRACE], rtol=0.05)
+  np.testing.assert_allclose(trace / squared_norm, TRACE / SQUARED_NORM, rtol=0.05)
   # The norm of the batch's own gradient is far from that of all data.
   rows = ROWS if mask is None else mask.sum()
   assert TRACE / rows > 0.3 * SQUARED_NORM
@@ -125,9 +104,7 @@ def expected_terms(params, parts):
   grads = [np.asarray(gradient(params, part)) for part in parts]
   weights = np.array([part["mask"].sum() for part in parts], np.float64)
   mean = np.average(grads, axis=0, weights=weights)
-  spread = sum(
-    w * np.sum((g - mean) ** 2) for w, g in zip(weights, grads, strict=True)
-  )
+  spread = sum(w * np.sum((g - mean) ** 2) for w, g in zip(weights, grads, strict=True))
   trace = spread / (len(parts) - 1)
   return np.sum(mean**2) - trace / weights.sum(), trace
 
@@ -135,9 +112,7 @@ def expected_terms(params, parts):
 def of_devices(batch):
   """The four microbatches of each of four devices."""
   blocks = trees.blocks(batch, 4)
-  return [
-    part for i in range(4) for part in trees.strided(trees.index(blocks, i), 4)
-  ]
+  return [part for i in range(4) for part in trees.strided(trees.index(blocks, i), 4)]
 
 
 @pytest.mark.parametrize("kind", [None, AUTO], ids=str)
@@ -147,12 +122,7 @@ def test_the_terms_of_a_step_are_right_to_rounding(kind):
     batch["mask"][24:] = True
     mesh, tx = None if kind is None else make_mesh(4, kind=kind), optax.sgd(0.1)
     step = make_train_step(
-      loss_fn,
-      tx,
-      num_microbatches=4,
-      weight_fn=masked,
-      noise_scale=True,
-      mesh=mesh,
+      loss_fn, tx, num_microbatches=4, weight_fn=masked, noise_scale=True, mesh=mesh
     )
     _, _, metrics = step(params, tx.init(params), batch)
     terms = metrics["noise_scale"]
@@ -192,7 +162,7 @@ OPTIONS = {
   "weights, ragged": {"num_microbatches": None, "microbatch_size": 48, "weight_fn": masked},
   "explicit, weights": {"kind": EXPLICIT, "weight_fn": masked},
   "sharded": {"kind": AUTO, "spec": "data"},
-}  # fmt: skip
+}
 
 
 def big_loss(params, batch):
@@ -215,9 +185,7 @@ def big_data():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_parameters_stay_the_same_to_the_bit_without_a_further_collective(
-  name,
-):
+def test_the_parameters_stay_the_same_to_the_bit_without_a_further_collective(name):
   options = {"num_microbatches": 2, **OPTIONS[name]}
   kind, spec = options.pop("kind", None), options.pop("spec", None)
   params, batch = big_data()
@@ -227,15 +195,9 @@ def test_the_parameters_stay_the_same_to_the_bit_without_a_further_collective(
     params = devices.put(params, mesh, jax.P(spec))
 
   def run(noise_scale):
-    step = make_train_step(
-      big_loss, tx, noise_scale=noise_scale, donate=False, **options
-    )
+    step = make_train_step(big_loss, tx, noise_scale=noise_scale, donate=False, **options)
     held = params, trees.strong(tx.init(params))
-    report = (
-      None
-      if kind is None
-      else count_collectives(step.lower(*held, batch).compile())
-    )
+    report = None if kind is None else count_collectives(step.lower(*held, batch).compile())
     for _ in range(3):
       *held, metrics = step(*held, batch)
     return jax.device_get(held), metrics, report
@@ -296,7 +258,5 @@ def test_terms_are_added_up_in_full():
     noise_scale=True,
     accumulator_dtype=jnp.bfloat16,
   )
-  terms = step(jnp.zeros(64), optax.sgd(0.1).init(jnp.zeros(64)), x)[-1][
-    "noise_scale"
-  ]
+  terms = step(jnp.zeros(64), optax.sgd(0.1).init(jnp.zeros(64)), x)[-1]["noise_scale"]
   np.testing.assert_allclose(terms.trace, np.var(x, 0, ddof=1).sum(), rtol=0.02)

@@ -18,19 +18,14 @@ X = jnp.arange(12.0).reshape(4, 3)
 
 class Noisy(nnx.Module):
   def __init__(self):
-    self.linear, self.dropout = (
-      nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
-      nnx.Dropout(0.5),
-    )
+    self.linear, self.dropout = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
     self.rngs = nnx.Rngs(0)
 
 
 def linen_state():
   model = linen.Dense(2)
   params = model.init(jax.random.key(0), X)
-  return train_state.TrainState.create(
-    apply_fn=model.apply, params=params, tx=TX
-  )
+  return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
 
 
 def mlp():
@@ -47,12 +42,8 @@ refused = pytest.mark.parametrize(("make", "match"), REFUSED)
 
 @refused
 @pytest.mark.parametrize(("mesh", "donate"), [(None, True), (make_mesh(2), False)], ids=["alone", "mesh"])  # fmt: skip
-def test_a_step_refuses_objects_that_hold_more_than_parameters(
-  make, match, mesh, donate
-):
-  step = make_train_step(
-    lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate
-  )
+def test_a_step_refuses_objects_that_hold_more_than_parameters(make, match, mesh, donate):
+  step = make_train_step(lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate)
   model = make()
   for call in (step, step.eval_shape):
     with pytest.raises(TypeError, match=match):
@@ -69,12 +60,10 @@ def test_gradients_are_refused_where_a_leaf_has_none(make, match):
 
 
 def one_step(fun, params, opt_state):
-  return make_train_step(fun, TX, num_microbatches=2, donate=False)(
-    params, opt_state, X
-  )
+  return make_train_step(fun, TX, num_microbatches=2, donate=False)(params, opt_state, X)
 
 
-@pytest.mark.parametrize(("leaf", "kind"), [(True, "type bool"), (np.int8(1), "dtype int8")])  # fmt: skip
+@pytest.mark.parametrize(("leaf", "kind"), [(True, "type bool"), (np.int8(1), "dtype int8")])
 def test_leaves_that_are_no_floats_are_refused(leaf, kind):
   match = rf"argument 0\['a'\] has {kind} and cannot be diff"
   with pytest.raises(TypeError, match=match):
@@ -103,9 +92,7 @@ def test_a_call_without_a_state_or_a_batch_is_refused():
   ids=["sgd", "momentum", "acc"],
 )
 def test_parameters_and_a_state_in_each_others_place_are_refused(tx, mesh):
-  step = make_train_step(
-    linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False)
   state = tx.init(PARAMS)
   with pytest.raises(TypeError, match="the order is"):
     step(state, PARAMS, X)
@@ -122,9 +109,7 @@ def test_parameters_that_an_earlier_step_was_donated_are_named(mesh):
   # over a mesh, XLA would end the process
   with pytest.raises(RuntimeError, match=message):
     step(params, state, X)
-  step = make_train_step(
-    linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False)
   gone = X.copy()
   gone.delete()
   with pytest.raises(RuntimeError, match="has been deleted"):

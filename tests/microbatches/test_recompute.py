@@ -25,16 +25,12 @@ def encode(params, x):
 def init_params(dtype=np.float64, width=WIDTH):
   rng = np.random.default_rng(0)
   shapes = {"in": (width, 8), "out": (8, 4)}
-  return {
-    name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()
-  }
+  return {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
 
 
 def two_views(rows, dtype=np.float64):
   rng = np.random.default_rng(rows)
-  return tuple(
-    jnp.asarray(rng.normal(size=(rows, WIDTH)), dtype) for _ in range(2)
-  )
+  return tuple(jnp.asarray(rng.normal(size=(rows, WIDTH)), dtype) for _ in range(2))
 
 
 def contrastive(a, b):
@@ -46,9 +42,7 @@ def contrastive(a, b):
 
 
 def in_parts(fun, **options):
-  return microbatch(
-    fun, **{"reduction": "concat", "batch_argnums": 1, **options}
-  )
+  return microbatch(fun, **{"reduction": "concat", "batch_argnums": 1, **options})
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -65,18 +59,14 @@ def test_a_contrastive_loss_has_the_whole_batchs_gradient(shared):
     other = jax.tree.map(lambda p: np.asarray(p) + 1, params)
     arguments = params, other, views
     expected, actual = (
-      jax.jit(jax.value_and_grad(functools.partial(loss_fn, e), (0, 1, 2)))(
-        *arguments
-      )
+      jax.jit(jax.value_and_grad(functools.partial(loss_fn, e), (0, 1, 2)))(*arguments)
       for e in (encode, in_parts(encode, microbatch_size=size))
     )
     trees.assert_close(actual, expected, 1e-10)
     if not shared:
       return
     # Each microbatch against its own rows is another loss.
-    alone = microbatch(
-      contrastive, reduction="mean", batch_argnums=(0, 1), microbatch_size=size
-    )
+    alone = microbatch(contrastive, reduction="mean", batch_argnums=(0, 1), microbatch_size=size)
     other_loss = alone(*(encode(params, x) for x in views))
     assert abs(other_loss - expected[0]) > 1e-3
 
@@ -120,14 +110,11 @@ def test_every_reduction_has_its_derivative():
       "concat": all_rows,
     }
 
-  split = in_parts(
-    fun, reduction={name: name for name in REDUCED}, num_microbatches=3
-  )
+  split = in_parts(fun, reduction={name: name for name in REDUCED}, num_microbatches=3)
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
     expected, actual = (
-      jax.jit(functools.partial(hessian_product, f))(params, x)
-      for f in (whole, split)
+      jax.jit(functools.partial(hessian_product, f))(params, x) for f in (whole, split)
     )
     trees.assert_close(actual, expected, 1e-10)
 
@@ -139,13 +126,7 @@ def test_noise_is_the_same_going_backward():
     y = encode(params, x)
     return y * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
 
-  split = microbatch(
-    dropped,
-    reduction="concat",
-    batch_argnums=1,
-    rng_argnums=2,
-    microbatch_size=3,
-  )
+  split = microbatch(dropped, reduction="concat", batch_argnums=1, rng_argnums=2, microbatch_size=3)
   key = jax.random.key(0)
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
@@ -158,9 +139,7 @@ def test_noise_is_the_same_going_backward():
     actual, y = jax.jit(jax.grad(loss_fn, has_aux=True))(params)
     kept = np.where(np.asarray(y) != 0, 1.0, 0.0)
     assert 0.2 < kept.mean() < 0.8
-    expected = jax.jit(
-      jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x)))
-    )(params)
+    expected = jax.jit(jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x))))(params)
     trees.assert_close(actual, expected, 1e-10)
 
 
@@ -174,34 +153,22 @@ def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
     return jnp.tanh(x @ params)
 
   def as_jax_adds(params, x):
-    return lax.map(
-      lambda rows: fun(params, rows), x.reshape(1024, 4, 16)
-    ).reshape(-1, 16)
+    return lax.map(lambda rows: fun(params, rows), x.reshape(1024, 4, 16)).reshape(-1, 16)
 
   def error(encoder):
-    grads = jax.jit(
-      jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2))
-    )(params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2)))(params)
     assert grads.dtype == jnp.bfloat16
-    return np.linalg.norm(
-      np.asarray(grads, np.float64) - exact
-    ) / np.linalg.norm(exact)
+    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
 
   with jax.enable_x64(True):
-    wide, wide_params = (
-      np.asarray(x, np.float64),
-      np.asarray(params, np.float64),
-    )
+    wide, wide_params = np.asarray(x, np.float64), np.asarray(params, np.float64)
     exact = jax.jit(jax.grad(lambda p: jnp.sum(fun(p, wide) ** 2)))(wide_params)
     exact = np.asarray(exact)
 
   whole = error(fun)
   assert error(in_parts(fun, microbatch_size=4)) < 1.2 * whole
   assert error(as_jax_adds) > 10 * whole
-  assert (
-    error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16))
-    > 10 * whole
-  )
+  assert error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)) > 10 * whole
 
 
 def test_padding_that_is_not_finite_adds_nothing():
@@ -212,10 +179,7 @@ def test_padding_that_is_not_finite_adds_nothing():
     return jnp.sum(errors) / jnp.sum(batch["mask"])
 
   split = in_parts(
-    fun,
-    reduction="mean",
-    num_microbatches=4,
-    weight_fn=lambda batch: jnp.sum(batch["mask"]),
+    fun, reduction="mean", num_microbatches=4, weight_fn=lambda batch: jnp.sum(batch["mask"])
   )
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
@@ -227,44 +191,27 @@ def test_padding_that_is_not_finite_adds_nothing():
       tangent = jax.jvp(lambda p: fun(p, batch), (params,), (params,))[1]
       return jax.value_and_grad(fun)(params, batch), by_rows, tangent
 
-    expected, actual = (
-      jax.jit(functools.partial(derivatives, f))(params, x)
-      for f in (fun, split)
-    )
+    expected, actual = (jax.jit(functools.partial(derivatives, f))(params, x) for f in (fun, split))
     trees.assert_close(actual, expected, 1e-10)
 
 
 def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
   def fun(params, batch):
     y = encode(params, batch["x"])
-    return {
-      "y": y,
-      "first": y[0],
-      "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"])),
-    }
+    return {"y": y, "first": y[0], "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"]))}
 
   def loss_fn(params, batch, run):
     out = run(params, batch)
-    return (
-      jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
-    )
+    return jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
 
   words = {"y": "concat", "first": "stack", "loss": "mean"}
   split = in_parts(
-    fun,
-    reduction=words,
-    num_microbatches=2,
-    weight_fn=lambda batch: jnp.sum(batch["mask"]),
+    fun, reduction=words, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["mask"])
   )
 
   def whole(params, batch):
-    out = [
-      fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)
-    ]
-    return {
-      **jax.tree.map(lambda *x: jnp.stack(x), *out),
-      "loss": out[0]["loss"],
-    }
+    out = [fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
+    return {**jax.tree.map(lambda *x: jnp.stack(x), *out), "loss": out[0]["loss"]}
 
   with jax.enable_x64(True):
     params, x = init_params(), two_views(6)[0]
@@ -282,9 +229,7 @@ def test_complex_parameters_keep_their_imaginary_part():
   split = in_parts(fun, reduction="sum", **options)
   params = np.full(WIDTH, 1 + 2j, np.complex64)
   x = two_views(4, np.complex64)[0]
-  actual, expected = (
-    np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun)
-  )
+  actual, expected = (np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun))
   assert np.abs(expected.imag).max() > 1
   trees.assert_close(actual, expected, 1e-5)
 
@@ -302,15 +247,11 @@ def deep_case(rows=1024, width=32, layers=6):
 
 def drawn(shapes):
   rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes
-  )
+  return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
 
 
 def loss_around(encoder):
-  return lambda params, x: jnp.sum(
-    jnp.cos(encoder(params, x)) * encoder(params, x[::-1])
-  )
+  return lambda params, x: jnp.sum(jnp.cos(encoder(params, x)) * encoder(params, x[::-1]))
 
 
 # At most so much of the whole batch's; of 60 rows there is a smaller one at the end.
@@ -321,13 +262,8 @@ def loss_around(encoder):
 )
 def test_memory_is_that_of_one_microbatch(by, most):
   whole, *temps = (
-    compiled.temp_bytes(
-      jax.jit(jax.grad(loss_around(encoder), by)), *deep_case()
-    )
-    for encoder in (
-      deep,
-      *(in_parts(deep, microbatch_size=size) for size in most),
-    )
+    compiled.temp_bytes(jax.jit(jax.grad(loss_around(encoder), by)), *deep_case())
+    for encoder in (deep, *(in_parts(deep, microbatch_size=size) for size in most))
   )
   for temp, share in zip(temps, most.values(), strict=True):
     assert temp < share * whole
@@ -337,9 +273,7 @@ def test_memory_is_that_of_one_microbatch(by, most):
   ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one
   ({"microbatch_size": 5}, [True, True]),  # one trip, which XLA unrolls
 ], ids=str)  # fmt: skip
-def test_what_is_computed_again_is_not_merged_with_what_was(
-  options, kept_from_merging
-):
+def test_what_is_computed_again_is_not_merged_with_what_was(options, kept_from_merging):
   """Or XLA would keep the intermediate values of all microbatches. In a loop it cannot."""
   text = str(jax.make_jaxpr(in_parts(deep, **options))(*deep_case(8, 4, 1)))
   found = [word == "True" for word in re.findall(r"prevent_cse=(\w+)", text)]
@@ -354,19 +288,13 @@ def test_nothing_is_computed_again_where_nothing_is_differentiated():
 
   assert products(split) == products(deep) == 1
   # Going forward, again, and to the parameters: the batch, of one layer, has no derivative.
-  whole, again = (
-    products(jax.grad(lambda p, x, f=f: jnp.sum(f(p, x))))
-    for f in (deep, split)
-  )
+  whole, again = (products(jax.grad(lambda p, x, f=f: jnp.sum(f(p, x)))) for f in (deep, split))
   assert (whole, again) == (2, 3)
 
 
 def test_one_microbatch_is_the_plain_program():
   split = in_parts(deep, num_microbatches=1)
-  texts = [
-    jax.jit(jax.grad(loss_around(f))).lower(*deep_case()).as_text()
-    for f in (deep, split)
-  ]
+  texts = [jax.jit(jax.grad(loss_around(f))).lower(*deep_case()).as_text() for f in (deep, split)]
   assert texts[0] == texts[1]
 
 
@@ -377,13 +305,11 @@ def test_what_is_closed_over_has_its_gradient_too():
     return lambda p: jnp.sum(run(functools.partial(encode, p))(x) ** 2)
 
   split = functools.partial(microbatch, reduction="concat", num_microbatches=4)
-  actual, expected = (
-    jax.jit(jax.grad(loss_of(run)))(params) for run in (split, lambda f: f)
-  )
+  actual, expected = (jax.jit(jax.grad(loss_of(run)))(params) for run in (split, lambda f: f))
   trees.assert_close(actual, expected, 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")])
 def test_a_step_over_a_mesh_reduces_once(kind, platform):
   """Every device encodes its rows in microbatches, and holds them against all devices' rows."""
 
@@ -391,9 +317,7 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
     a, b = (in_parts(deep, num_microbatches=4)(params, x) for x in views)
     every = lax.all_gather(b, "data", tiled=True)
     own = lax.axis_index("data") * a.shape[0] + jnp.arange(a.shape[0])
-    return -jnp.mean(
-      jnp.take_along_axis(jax.nn.log_softmax(a @ every.T), own[:, None], 1)
-    )
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(a @ every.T), own[:, None], 1))
 
   def whole(params, views):
     a, b = (deep(params, x) for x in views)
@@ -401,26 +325,18 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
 
   mesh = make_mesh(8, kind=kind, platform=platform)
   tx = optax.sgd(0.1)
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
   params, x = deep_case(128, 16, 2)
   views = (x, x)
   if platform == "tpu":
     views = devices.abstract(views, mesh, P("data"))
     params = devices.abstract(params, mesh)
-    report = count_collectives(
-      step.lower(params, tx.init(params), views).compile()
-    )
+    report = count_collectives(step.lower(params, tx.init(params), views).compile())
   else:
     params, views = drawn((params, views))
-    report = count_collectives(
-      step.lower(params, tx.init(params), views).compile()
-    )
+    report = count_collectives(step.lower(params, tx.init(params), views).compile())
     moved, _, metrics = step(params, tx.init(params), views)
-    value, grads = jax.device_get(
-      jax.jit(jax.value_and_grad(whole))(params, views)
-    )
+    value, grads = jax.device_get(jax.jit(jax.value_and_grad(whole))(params, views))
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     expected = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads)
     trees.assert_close(moved, expected, 1e-5)
@@ -444,9 +360,7 @@ def test_devices_add_up_cotangents_in_float32(how):
   over = {"mesh": make_mesh(8)}
   if how == "axis_name":
     over = {"axis_name": "data"}
-  split = microbatch(
-    fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, **over
-  )
+  split = microbatch(fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, **over)
   mapped = gradient = jax.grad(split)
   if how == "axis_name":
     axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
@@ -454,19 +368,13 @@ def test_devices_add_up_cotangents_in_float32(how):
     on_device = lambda params, x, y: gradient(params, x, y)  # noqa: E731
     mapped = jax.shard_map(on_device, mesh=make_mesh(8), **axes)
   mapped = jax.jit(mapped)
-  wide_params, wide_x, wide_y = (
-    np.asarray(a, np.float64) for a in (params, x, y)
-  )
+  wide_params, wide_x, wide_y = (np.asarray(a, np.float64) for a in (params, x, y))
   exact = 2 * wide_x.T @ (wide_x @ wide_params - wide_y) / 1024
 
   def error(grads):
-    return np.linalg.norm(
-      np.asarray(grads, np.float64) - exact
-    ) / np.linalg.norm(exact)
+    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
 
-  assert error(mapped(params, x, y)) < 1.2 * error(
-    jax.jit(jax.grad(fun))(params, x, y)
-  )
+  assert error(mapped(params, x, y)) < 1.2 * error(jax.jit(jax.grad(fun))(params, x, y))
 
 
 @pytest.mark.parametrize("how", ["axis_name", "pcast", "neither"])
@@ -481,9 +389,7 @@ def test_in_a_users_shard_map_the_gradient_is_that_of_all_devices(how):
     grads = jax.grad(lambda p: jnp.sum(split(p, x) ** 2))(params)
     return lax.psum(grads, "data") if how == "pcast" else grads
 
-  mapped = jax.jit(
-    jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-  )
+  mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
   params, x = drawn(deep_case(128, 16, 2))
   program = mapped.lower(params, x).compile()
   expected = jax.jit(jax.grad(lambda p: jnp.sum(deep(p, x) ** 2)))(params)

@@ -24,14 +24,11 @@ def squared_error(w, x, y):
 
 
 def cross_entropy(w, x, y):
-  return jnp.mean(
-    optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, y)
-  )
+  return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, y))
 
 
 LOSSES = pytest.mark.parametrize(
-  ("fun", "w", "y"),
-  [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)],
+  ("fun", "w", "y"), [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)]
 )
 REFUSED = (
   r"argument 2 has 8 rows, as many as the batch, and batch_argnums=None does not split"
@@ -93,9 +90,7 @@ def scaled_mean(w, x, *others, named=None):
   ((np.ones(6),), np.ones(6), {"batch_argnums": 1}, None),
   ((np.ones(()), 6, True, None, {}), None, {}, None),
 ])  # fmt: skip
-def test_an_argument_all_of_whose_leaves_have_the_rows_is_refused(
-  others, named, options, fix
-):
+def test_an_argument_all_of_whose_leaves_have_the_rows_is_refused(others, named, options, fix):
   tx = optax.sgd(0.1)
   step = make_train_step(scaled_mean, tx, num_microbatches=2, **options)
   args = np.float32(1), tx.init(1.0), np.ones(6, np.float32), *others
@@ -122,9 +117,7 @@ def test_in_a_later_call_as_many_rows_are_a_coincidence(other):
   for count in (128, rows):
     *_, metrics = step(*held, np.ones(count, np.float32), other)
     assert metrics["loss"] == loss
-  cycle = step.add(
-    step.begin(held[0]), held[0], np.ones(rows, np.float32), other
-  )
+  cycle = step.add(step.begin(held[0]), held[0], np.ones(rows, np.float32), other)
   assert step.finish(*held, cycle)[-1]["loss"] == loss
 
 
@@ -133,21 +126,14 @@ def test_over_a_mesh_the_rows_are_those_of_all_devices():
     return jnp.mean(w * x) * jnp.sum(scales)
 
   loss = step_loss(
-    fun,
-    jnp.ones(()),
-    jnp.ones(16),
-    jnp.ones(2),
-    num_microbatches=2,
-    mesh=make_mesh(8),
+    fun, jnp.ones(()), jnp.ones(16), jnp.ones(2), num_microbatches=2, mesh=make_mesh(8)
   )
   assert float(loss) == 2
 
 
 def aux_of(aux, x, **options):
   """The aux of a cycle over the rows `x`, by default those of no word."""
-  run = microbatch_value_and_grad(
-    lambda w, x: (jnp.mean(w * x), aux(x)), has_aux=True, **options
-  )
+  run = microbatch_value_and_grad(lambda w, x: (jnp.mean(w * x), aux(x)), has_aux=True, **options)
   return jax.jit(run)(np.float32(1), x)[0][1]
 
 
@@ -160,9 +146,7 @@ def aux_of(aux, x, **options):
   (lambda x: x, (8,), {"num_microbatches": 1, "weight_fn": jnp.sum}, None),
   (lambda x: jnp.sum(x), (8,), {"num_microbatches": 2}, None),
 ])  # fmt: skip
-def test_an_aux_with_the_rows_of_a_microbatch_is_refused(
-  aux, shape, options, where
-):
+def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, where):
   run = functools.partial(aux_of, lambda x: {"a": [aux(x)]}, **options)
   x = jax.ShapeDtypeStruct(shape, np.float32)
   if where is None:
@@ -193,9 +177,7 @@ def test_what_has_another_role_is_not_refused():
     noise = jax.vmap(jax.random.uniform)(key)
     return jnp.mean(x @ w) + jnp.mean(noise), (carry, None)
 
-  step = make_train_step(
-    fun, optax.identity(), num_microbatches=2, carry_argnum=2, rng_argnums=3
-  )
+  step = make_train_step(fun, optax.identity(), num_microbatches=2, carry_argnum=2, rng_argnums=3)
   rows = np.ones(6, np.float32)
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 6))
   step.eval_shape(rows, (), np.ones((6, 6), np.float32), rows, keys)
@@ -203,9 +185,7 @@ def test_what_has_another_role_is_not_refused():
 
 def test_a_batch_of_one_row_has_nothing_to_split():
   step = make_train_step(
-    lambda w, x, y: jnp.mean(w * x) + jnp.mean(y),
-    optax.sgd(0.1),
-    microbatch_size=4,
+    lambda w, x, y: jnp.mean(w * x) + jnp.mean(y), optax.sgd(0.1), microbatch_size=4
   )
   w, x, y = (np.ones(shape, np.float32) for shape in ((), (1, 2), (1, 3)))
   assert float(step(w, optax.sgd(0.1).init(w), x, y)[-1]["loss"]) == 2
@@ -215,9 +195,7 @@ def test_microbatch_of_several_arguments_says_which_is_split():
   w, x = np.arange(4, dtype=np.float32), np.ones((4, 4), np.float32)
 
   def run(**options):
-    run = microbatch(
-      lambda w, x: x @ w, reduction="concat", num_microbatches=2, **options
-    )
+    run = microbatch(lambda w, x: x @ w, reduction="concat", num_microbatches=2, **options)
     return jax.jit(run)
 
   match = (
@@ -238,11 +216,7 @@ def dropout(w, x, key):
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_a_key_that_would_be_shared_is_refused(mesh):
-  x, key, tx = (
-    np.ones((8, 16), np.float32),
-    {"dropout": jax.random.key(0)},
-    optax.sgd(0.1),
-  )
+  x, key, tx = np.ones((8, 16), np.float32), {"dropout": jax.random.key(0)}, optax.sgd(0.1)
   options = {"num_microbatches": 4, "has_aux": True, "aux_reduction": "stack"}
   match = (
     r"argument 2\['dropout'\] is a random key, from which every microbatch .*"
@@ -250,9 +224,7 @@ def test_a_key_that_would_be_shared_is_refused(mesh):
   )
 
   def step_masks(*args, rng_argnums=None, **named):
-    step = make_train_step(
-      dropout, tx, mesh=mesh, donate=False, rng_argnums=rng_argnums, **options
-    )
+    step = make_train_step(dropout, tx, mesh=mesh, donate=False, rng_argnums=rng_argnums, **options)
     return step(np.float32(1), tx.init(1.0), x, *args, **named)[2]["aux"]
 
   def cycle_masks(*args, rng_argnums=None, **named):
@@ -262,9 +234,7 @@ def test_a_key_that_would_be_shared_is_refused(mesh):
   for masks in (step_masks,) if mesh else (step_masks, cycle_masks):
     with pytest.raises(ValueError, match=match):
       masks(key)
-    own, shared = (
-      np.asarray(masks(key, rng_argnums=argnums)) for argnums in (2, ())
-    )
+    own, shared = (np.asarray(masks(key, rng_argnums=argnums)) for argnums in (2, ()))
     assert (shared == shared[:1]).all()
     assert len({mask.tobytes() for mask in own}) == len(own)
     named = np.asarray(masks(key=key, rng_argnums="key"))
@@ -288,10 +258,7 @@ def test_keys_that_microbatch_would_share_are_refused():
 
 
 def test_keys_that_are_split_or_carried_are_not_refused():
-  keys, uniform = (
-    jax.random.split(jax.random.key(0), 4),
-    jax.vmap(jax.random.uniform),
-  )
+  keys, uniform = jax.random.split(jax.random.key(0), 4), jax.vmap(jax.random.uniform)
   draw = microbatch(uniform, reduction="concat", num_microbatches=2)
   np.testing.assert_array_equal(jax.jit(draw)(keys), jax.jit(uniform)(keys))
 
@@ -302,7 +269,5 @@ def test_keys_that_are_split_or_carried_are_not_refused():
   run = microbatch_value_and_grad(
     fun, num_microbatches=2, has_aux=True, carry_argnum=2, aux_reduction="stack"
   )
-  (_, (_, noise)), _ = jax.jit(run)(
-    np.float32(1), np.ones(4, np.float32), jax.random.key(0)
-  )
+  (_, (_, noise)), _ = jax.jit(run)(np.float32(1), np.ones(4, np.float32), jax.random.key(0))
   assert noise[0] != noise[1]

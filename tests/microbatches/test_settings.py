@@ -26,9 +26,7 @@ def in_mode(params, batch, mode):
 def take_step(loss_fn, *args, count=None, **kwargs):
   mesh = None if count is None else make_mesh(count)
   tx = optax.sgd(0.1)
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
   return step(PARAMS, tx.init(PARAMS), BATCH, *args, **kwargs)
 
 
@@ -70,7 +68,4 @@ def test_whatever_takes_a_value_names_it(take, value):
 
   with pytest.raises((TypeError, ValueError)) as error:
     take_step(loss_fn, value)
-  assert (
-    "functools.partial(loss_fn, n=...), and make a step for each value"
-    in notes(error)
-  )
+  assert "functools.partial(loss_fn, n=...), and make a step for each value" in notes(error)

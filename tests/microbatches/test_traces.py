@@ -35,22 +35,14 @@ class Counted:
 
 def arguments():
   rng = np.random.default_rng(0)
-  batch = {
-    "x": rng.normal(size=(ROWS, 4)),
-    "y": rng.normal(size=ROWS),
-    "mask": np.ones(ROWS),
-  }
-  return {"w": jnp.zeros(4)}, jax.tree.map(
-    lambda x: jnp.asarray(x, jnp.float32), batch
-  )
+  batch = {"x": rng.normal(size=(ROWS, 4)), "y": rng.normal(size=ROWS), "mask": np.ones(ROWS)}
+  return {"w": jnp.zeros(4)}, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
 
 
-@pytest.mark.parametrize(("options", "mesh"), [
-  ({}, None),
-  ({}, EXPLICIT),
-  ({"weight_fn": rows_of}, AUTO),
-  ({"skip_nonfinite": True}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  ("options", "mesh"),
+  [({}, None), ({}, EXPLICIT), ({"weight_fn": rows_of}, AUTO), ({"skip_nonfinite": True}, None)],
+)
 def test_equal_microbatches_are_traced_once(options, mesh):
   (params, batch), loss, tx = arguments(), Counted(), relaxed(optax.adam(0.1))
   mesh = mesh and make_mesh(2, kind=mesh)
@@ -86,19 +78,13 @@ def test_few_frames_stand_between_a_call_and_the_loss():
   depths = []
 
   def loss(params, batch):
-    ours = [
-      f
-      for f in traceback.extract_stack()
-      if PACKAGE in pathlib.Path(f.filename).parents
-    ]
+    ours = [f for f in traceback.extract_stack() if PACKAGE in pathlib.Path(f.filename).parents]
     depths.append(len(ours))
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
 
   (params, batch), tx = arguments(), relaxed(optax.adam(0.1))
   microbatch_value_and_grad(loss, num_microbatches=4)(params, batch)
   for mesh in (None, make_mesh(2, kind=AUTO)):
-    step = make_train_step(
-      loss, tx, num_microbatches=4, mesh=mesh, donate=False
-    )
+    step = make_train_step(loss, tx, num_microbatches=4, mesh=mesh, donate=False)
     step(params, tx.init(params), batch)
   assert np.all(np.array(depths) <= [6, 9, 11]), depths

@@ -69,9 +69,7 @@ def value_and_grad(mesh, batch):
 
 def function(mesh, batch, *further):
   mesh = None if mesh is None else make_mesh(mesh)
-  run = microbatch(
-    loss_fn, reduction="mean", num_microbatches=2, batch_argnums=1, mesh=mesh
-  )
+  run = microbatch(loss_fn, reduction="mean", num_microbatches=2, batch_argnums=1, mesh=mesh)
   return run(W, batch, *further)
 
 
@@ -81,7 +79,7 @@ STEPS = {
   "linen": (linen(False), "batch", r"args\[0\]"),
   "linen add": (linen(True), "batch", r"args\[0\]"),
   "nnx": (nnx_step, "batch", r"args\[0\]"),
-}  # fmt: skip
+}
 FUNCTIONS = {
   "value_and_grad": (value_and_grad, "argument 1", ""),
   "microbatch": (function, "argument 1", "argument 2"),
@@ -127,9 +125,7 @@ def test_a_batch_that_is_no_array_is_named(surface, batch, mesh):
 @pytest.mark.parametrize("surface", STEPS | FUNCTIONS)
 def test_a_list_of_batches_is_named(surface, mesh):
   call, _, _ = (STEPS | FUNCTIONS)[surface]
-  with pytest.raises(
-    TypeError, match="is a list of 2 batches: pass one batch a"
-  ):
+  with pytest.raises(TypeError, match="is a list of 2 batches: pass one batch a"):
     call(mesh, [{"x": X}, {"x": X}])
 
 
@@ -185,5 +181,5 @@ def test_arrays_of_numpy_that_are_not_split_become_arrays_of_jax(parts, mesh):
     microbatch_value_and_grad(pulled, **options)(w, TOKENS, TABLE)[0],
     made(w, TX.init(w), TOKENS, TABLE)[2]["loss"],
     made.finish(w, TX.init(w), made.add(made.begin(w), w, TOKENS, TABLE))[2]["loss"],
-  ]  # fmt: skip
+  ]
   np.testing.assert_allclose(losses, expected, rtol=1e-6)

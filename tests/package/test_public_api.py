@@ -23,8 +23,7 @@ import optax_accum.flax
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODULES = ["optax_accum"] + [
-  module.name
-  for module in pkgutil.walk_packages(optax_accum.__path__, "optax_accum.")
+  module.name for module in pkgutil.walk_packages(optax_accum.__path__, "optax_accum.")
 ]
 
 
@@ -56,11 +55,7 @@ def missing_of(value):
   if inspect.isfunction(value):
     sections = {"Args": (), **dict.fromkeys(RESULTS, ())}
     documented = documented_options(doc)
-    missing += [
-      name
-      for name in inspect.signature(value).parameters
-      if name not in documented
-    ]
+    missing += [name for name in inspect.signature(value).parameters if name not in documented]
   else:
     sections = {"Attributes": own_fields(value)} if own_fields(value) else {}
   for section, names in sections.items():
@@ -92,13 +87,11 @@ def documented_options(doc):
   return [name for several in names for name in several.split(", ")]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)  # fmt: skip
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_options_are_documented_in_the_order_of_the_signature(function):
   parameters = list(inspect.signature(function).parameters)
   assert documented_options(inspect.cleandoc(function.__doc__)) == parameters
-  headings = re.findall(
-    r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE
-  )
+  headings = re.findall(r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE)
   groups = [name for name in headings if name in GROUPS]
   assert groups == [name for name in GROUPS if name in groups]
 
@@ -111,11 +104,7 @@ def test_help_on_a_step_is_read_at_once():
 def options_of(function):
   """The options that go by name, and have a default."""
   parameters = inspect.signature(function).parameters.values()
-  return [
-    p.name
-    for p in parameters
-    if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
-  ]
+  return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
 
 
 OF_A_STEP = options_of(optax_accum.make_train_step)
@@ -143,22 +132,15 @@ def test_options_have_one_order():
 def test_the_options_of_flax_are_those_of_a_step_that_it_takes():
   # A step of Flax knows where the batch, the keys and the carry are.
   own = {"has_aux", "batch_argnums", "rng_argnums", "carry_argnum"}
-  assert list(StepOptions.__annotations__) == [
-    name for name in OF_A_STEP if name not in own
-  ]
+  assert list(StepOptions.__annotations__) == [name for name in OF_A_STEP if name not in own]
   assert not StepOptions.__required_keys__
-  hints = (
-    typing.get_type_hints(StepOptions),
-    typing.get_type_hints(optax_accum.make_train_step),
-  )
+  hints = (typing.get_type_hints(StepOptions), typing.get_type_hints(optax_accum.make_train_step))
   assert hints[0] == {name: hints[1][name] for name in hints[0]}
 
 
 def own_fields(cls):
   """The fields of a named tuple or a dataclass, without those that it inherits."""
-  return [
-    name for name in inspect.get_annotations(cls) if not name.startswith("_")
-  ]
+  return [name for name in inspect.get_annotations(cls) if not name.startswith("_")]
 
 
 def test_a_docstring_that_lacks_something_is_found():
@@ -186,23 +168,15 @@ def test_a_docstring_that_lacks_something_is_found():
   assert missing_of(Fields) == ["two"]
 
 
-SOURCES = [
-  *ROOT.glob("optax_accum/**/*.py"),
-  *ROOT.glob("docs/**/*.md"),
-  ROOT / "README.md",
-]
+SOURCES = [*ROOT.glob("optax_accum/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
 
 
 def nearly_public(text):
   """Names in backticks that are misspelt ones of ours."""
-  words = set(
-    re.findall(r"`~?(?:optax_accum\.)?(?:flax\.)?(\w+)`", text)
-  ) - set(PUBLIC)
+  words = set(re.findall(r"`~?(?:optax_accum\.)?(?:flax\.)?(\w+)`", text)) - set(PUBLIC)
   # `microbatches` is a name in profiles.
   words.discard("microbatches")
-  return sorted(
-    w for w in words if difflib.get_close_matches(w, PUBLIC, cutoff=0.9)
-  )
+  return sorted(w for w in words if difflib.get_close_matches(w, PUBLIC, cutoff=0.9))
 
 
 def test_no_name_is_misspelt():
@@ -213,9 +187,7 @@ def test_no_name_is_misspelt():
 
 
 def examples_of(documented):
-  return sum(
-    len(doctest.DocTestParser().get_examples(f.__doc__)) for f in documented
-  )
+  return sum(len(doctest.DocTestParser().get_examples(f.__doc__)) for f in documented)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -223,9 +195,7 @@ def test_examples_in_docstrings_run(module):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     result = doctest.testmod(importlib.import_module(module))
   assert result.failed == 0
-  assert result.attempted >= examples_of(
-    f for f in FUNCTIONS if f.__module__ == module
-  )
+  assert result.attempted >= examples_of(f for f in FUNCTIONS if f.__module__ == module)
 
 
 def test_every_public_function_has_an_example_that_runs():
@@ -247,20 +217,13 @@ def printed():
     "step(1.0, tx.init(1.0), jax.numpy.ones(2)); print(*sys.modules)",
   )
   command = [sys.executable, "-c", "\n".join(code)]
-  return subprocess.run(
-    command, capture_output=True, text=True, check=True
-  ).stdout.splitlines()
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_optional_packages_are_not_imported():
-  before, after = (
-    {name.split(".")[0] for name in line.split()} for line in printed()
-  )
+  before, after = ({name.split(".")[0] for name in line.split()} for line in printed())
   assert "optax" in before
-  assert (
-    not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"}
-    & after
-  )
+  assert not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"} & after
   # nor chex, which some versions of optax import
   assert after - before == {"optax_accum"}
 

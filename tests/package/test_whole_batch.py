@@ -24,9 +24,7 @@ SEED, SAMPLE, DRAWS = 60, 14, 60
 def test_three_cycles_are_the_steps_of_the_whole_batch(index):
   draw = drawn(SEED, index)
   found = whole_batch.problems(draw)
-  assert not found, (
-    f'python tests/whole_batch.py --draw "{draw}"\n' + "\n".join(found)
-  )
+  assert not found, f'python tests/whole_batch.py --draw "{draw}"\n' + "\n".join(found)
 
 
 # What is planted in the whole batch's gradient must be told from it.
@@ -38,10 +36,7 @@ def mean_over(*columns):
   def gradient(draw, params, batch):
     where = batch["where"][:, list(columns)]
     parts = [np.all(where == part, axis=1) for part in np.unique(where, axis=0)]
-    each = [
-      plain.gradient(draw, params, {k: x[p] for k, x in batch.items()})
-      for p in parts
-    ]
+    each = [plain.gradient(draw, params, {k: x[p] for k, x in batch.items()}) for p in parts]
     return jax.tree.map(lambda *g: sum(g) / len(g), *each)
 
   return gradient
@@ -80,12 +75,10 @@ WRONG = {
 def test_a_wrong_mean_is_told_from_the_right_one(wrong, line):
   draw = parsed(line)
   assert not whole_batch.problems(draw)
-  assert any(
-    "params" in problem for problem in whole_batch.problems(draw, WRONG[wrong])
-  )
+  assert any("params" in problem for problem in whole_batch.problems(draw, WRONG[wrong]))
 
 
-@pytest.mark.parametrize("line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"])  # fmt: skip
+@pytest.mark.parametrize("line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"])
 def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
   draw = parsed(line)
   (call,), *_ = cycles.cycles_of(draw)
@@ -93,17 +86,10 @@ def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
   with jax.enable_x64(True):
     params, batch = plain.wide((cycles.initial_params(draw), batch))
     actual = plain.gradient(draw, params, batch)
-    of_loss = jax.jit(
-      jax.grad(lambda params: plain.loss_of(draw, params, batch, jnp))
-    )
-    with (
-      jax.numpy_dtype_promotion("standard"),
-      jax.numpy_rank_promotion("allow"),
-    ):
+    of_loss = jax.jit(jax.grad(lambda params: plain.loss_of(draw, params, batch, jnp)))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       expected = of_loss(jax.tree.map(jnp.asarray, params))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), actual, expected
-  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), actual, expected)
 
 
 # What draws are made of.

@@ -94,9 +94,7 @@ PARAMS = {"w": jnp.ones((2, 1))}
 def test_a_number_of_microbatches_by_position_gets_its_name():
   # argnums and has_aux, as in jax.value_and_grad
   for positional in ((4,), (0, 4)):
-    with pytest.raises(
-      ValueError, match=r"num_microbatches=None and .* exactly one .* by name"
-    ):
+    with pytest.raises(ValueError, match=r"num_microbatches=None and .* exactly one .* by name"):
       microbatch_value_and_grad(mean_loss, *positional)
 
 
@@ -107,40 +105,31 @@ def test_a_step_is_no_loss_to_check():
 
 
 def test_functions_of_the_user_that_do_not_fit_are_named():
-  step = make_train_step(
-    mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0
-  )
-  with pytest.raises(
-    TypeError, match=r"weight_fn gets only the arg.* that are split"
-  ):
+  step = make_train_step(mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0)
+  with pytest.raises(TypeError, match=r"weight_fn gets only the arg.* that are split"):
     step(PARAMS, SGD.init(PARAMS), BATCH)
   step = make_train_step(jax.value_and_grad(mean_loss), SGD, num_microbatches=2)
-  with pytest.raises(
-    TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"
-  ):
+  with pytest.raises(TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"):
     step(PARAMS, SGD.init(PARAMS), BATCH)
 
 
 def test_a_batch_of_strings_or_lists_gets_what_to_write():
   step = make_train_step(mean_loss, SGD, num_microbatches=2)
   with pytest.raises(
-    TypeError,
-    match=r"batch\['name'\] is the string 'name' and no array: leave it out",
+    TypeError, match=r"batch\['name'\] is the string 'name' and no array: leave it out"
   ):
     step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
   with pytest.raises(ValueError, match=r"has shape \(\), .* array"):
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
 
-@pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])  # fmt: skip
+@pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_a_decorated_loss_has_its_own_errors(decorate):
   @functools.wraps(mean_loss)
   def weighed(params, batch, weight=1.0):
     return weight * mean_loss(params, batch)
 
-  step = make_train_step(
-    decorate(weighed), SGD, num_microbatches=2, donate=False
-  )
+  step = make_train_step(decorate(weighed), SGD, num_microbatches=2, donate=False)
   assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
@@ -175,19 +164,10 @@ def test_losses_that_fit_or_cannot_be_asked_are_taken():
     return linen_loss(variables, batch, rngs)
 
   partial = functools.partial(lambda train, *args: linen_loss(*args), True)
-  state = TrainState.create(
-    apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD
-  )
+  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
   losses = []
   jitted = jax.jit(linen_loss), jax.jit(decorated), jax.checkpoint(decorated)
-  for loss_fn in (
-    linen_loss,
-    with_default,
-    Loss(),
-    partial,
-    decorated,
-    *jitted,
-  ):
+  for loss_fn in (linen_loss, with_default, Loss(), partial, decorated, *jitted):
     step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
     losses.append(float(step(state, BATCH)[1]["loss"]))
   assert losses == [4.0] * 8

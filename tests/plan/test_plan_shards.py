@@ -46,27 +46,19 @@ def args_of(shard):
 
 def build_way(num_microbatches, shard):
   mesh = make_mesh(2, 4, axes=AXES)
-  options = {
-    "mesh": mesh,
-    "data_axis": WAYS[shard][1],
-    "num_microbatches": num_microbatches,
-  }
+  options = {"mesh": mesh, "data_axis": WAYS[shard][1], "num_microbatches": num_microbatches}
   return make_train_step(loss_fn, TX, **options)
 
 
 def test_the_memory_of_the_compiled_programs_decides_between_ways_to_shard():
   build = compiled_once(build_way, args_of)
   choices = {"shard": [*WAYS]}
-  plan = functools.partial(
-    plan_microbatches, build, args_of, batch_size=ROWS, choices=choices
-  )
+  plan = functools.partial(plan_microbatches, build, args_of, batch_size=ROWS, choices=choices)
   peak = {}
   for way in WAYS:
     for n in (1, 2):  # 8 devices have rows
       memory = build(n, shard=way).lower().compile().memory_analysis()
-      given = (
-        memory.argument_size_in_bytes + memory.generated_code_size_in_bytes
-      )
+      given = memory.argument_size_in_bytes + memory.generated_code_size_in_bytes
       out = memory.output_size_in_bytes - memory.alias_size_in_bytes
       peak[way, n] = given + out + memory.temp_size_in_bytes
   least = {way: min(peak[way, n] for n in (1, 2)) for way in WAYS}
@@ -92,16 +84,11 @@ def test_arguments_may_depend_on_the_choice():
 
   choices = {"dtype": [jnp.float32, jnp.bfloat16]}
   build_step = written_down(lambda n, dtype: 8 // n)
-  plan = functools.partial(
-    plan_microbatches, build_step, batch_size=8, memory_limit="1GiB"
-  )
+  plan = functools.partial(plan_microbatches, build_step, batch_size=8, memory_limit="1GiB")
   assert plan(args, choices=choices).num_microbatches == 1
   assert asked == choices["dtype"][:1]
   without = plan_microbatches(
-    written_down(lambda n: 8 // n),
-    lambda: (shape(8),),
-    batch_size=8,
-    memory_limit="1GiB",
+    written_down(lambda n: 8 // n), lambda: (shape(8),), batch_size=8, memory_limit="1GiB"
   )
   assert without.num_microbatches == 1
 
@@ -112,9 +99,7 @@ def sizes_that_fit_nothing(loss, args, rows, **options):
 
   def build_step(num_microbatches):
     asked.append(rows // num_microbatches)
-    return make_train_step(
-      loss, TX, num_microbatches=num_microbatches, **options
-    )
+    return make_train_step(loss, TX, num_microbatches=num_microbatches, **options)
 
   with pytest.raises(ValueError, match="Nothing fits"):
     plan_microbatches(build_step, args, batch_size=rows, memory_limit=100)
@@ -128,18 +113,12 @@ def test_sizes_are_those_that_all_devices_with_rows_divide():
 
   def args(rows, spec, of_params=devices.EVERYWHERE, width=8):
     w = devices.abstract(shape(width, width), mesh, of_params)
-    return (
-      w,
-      jax.eval_shape(TX.init, w),
-      devices.abstract(shape(rows, width), mesh, spec),
-    )
+    return w, jax.eval_shape(TX.init, w), devices.abstract(shape(rows, width), mesh, spec)
 
   replicas = {"mesh": mesh, "data_axis": "replica"}
   # Without a data axis at all, too.
   for options in (replicas, {}):
-    assert (
-      min(sizes_that_fit_nothing(square, args(16, BOTH), 16, **options)) == 8
-    )
+    assert min(sizes_that_fit_nothing(square, args(16, BOTH), 16, **options)) == 8
   # Parameters of as many columns as there are rows are not taken for rows.
   same = args(16, P("replica"), of_params=P(None, AXES), width=16)
   assert min(sizes_that_fit_nothing(square, same, 16, **replicas)) == 2

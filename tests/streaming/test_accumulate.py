@@ -44,10 +44,7 @@ def values_of(trace):
 
 
 def counters_of(trace):
-  return [
-    (int(s.mini_step), int(s.gradient_step), bool(s.has_updated))
-    for _, s in trace
-  ]
+  return [(int(s.mini_step), int(s.gradient_step), bool(s.has_updated)) for _, s in trace]
 
 
 forms = pytest.mark.parametrize("form", FORMS)
@@ -55,14 +52,8 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 @forms
 def test_a_cycle_is_one_step_on_the_mean(form):
-  trace = run(
-    accumulate(optax.sgd(1.0), 3),
-    [(g, {}) for g in (1, 2, 6, 3, 3, 3)],
-    form=form,
-  )
-  np.testing.assert_allclose(
-    values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6
-  )
+  trace = run(accumulate(optax.sgd(1.0), 3), [(g, {}) for g in (1, 2, 6, 3, 3, 3)], form=form)
+  np.testing.assert_allclose(values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6)
   assert counters_of(trace) == [
     (1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False), (2, 1, False), (0, 2, True)
   ]  # fmt: skip
@@ -72,18 +63,12 @@ def test_a_cycle_is_one_step_on_the_mean(form):
   ("every_k", "dtype", "form"),
   [(1, None, "apply"), (2, None, "update"), (2, jnp.bfloat16, "apply")],
 )
-def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(
-  every_k, dtype, form
-):
-  tx = accumulate(
-    optax.identity(), every_k, reduction="sum", accumulator_dtype=dtype
-  )
+def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, dtype, form):
+  tx = accumulate(optax.identity(), every_k, reduction="sum", accumulator_dtype=dtype)
   params, three = jnp.zeros(2, jnp.bfloat16), jnp.full(2, 3, jnp.bfloat16)
   state = tx.init(params)
   for weight in (257.0, 0.0)[:every_k]:
-    params, state = mini_step(tx, form)(
-      params, state, three, weight=jnp.float32(weight)
-    )
+    params, state = mini_step(tx, form)(params, state, three, weight=jnp.float32(weight))
   assert params.dtype == jnp.bfloat16
   exact = jnp.bfloat16(3 * 257)  # 772: bfloat16 has eight bits
   assert exact != three[0] * jnp.bfloat16(257)
@@ -101,9 +86,7 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
     params = {"w": jnp.ones(2)}
     zero = 0 if python_weight else jnp.float32(0)
     trace = [(params, tx.init(params))]
-    step = jax.jit(
-      mini_step(tx, form), static_argnames="weight" if python_weight else None
-    )
+    step = jax.jit(mini_step(tx, form), static_argnames="weight" if python_weight else None)
     for weight in [1.0] * every_k + [zero] * every_k:
       trace.append(step(*trace[-1], grads_of(3.0), weight=weight))
   (held_params, held), (new_params, after) = trace[every_k], trace[-1]
@@ -114,7 +97,7 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
   trees.assert_close(new_params, held_params, 0)
 
 
-@pytest.mark.parametrize(("skip", "form"), [(False, "update"), (False, "apply"), (True, "update")])  # fmt: skip
+@pytest.mark.parametrize(("skip", "form"), [(False, "update"), (False, "apply"), (True, "update")])
 def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(skip, form):
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
   tx = accumulate(inner, 3, skip_fn=optax.skip_not_finite if skip else None)
@@ -123,9 +106,7 @@ def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(skip, form):
     cycle[position] = bad
     if skip:
       cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
-    values = values_of(
-      run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form)
-    )
+    values = values_of(run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form))
     assert values[-4] == (-2 if skip else 0)
     assert values[-1] == (-7 if skip else -5)
     assert not np.any(np.isnan(values))
@@ -144,9 +125,7 @@ def test_multisteps_keeps_a_nan():
 
 @pytest.mark.optax_bug
 def test_multisteps_says_updated_after_a_skip():
-  theirs = optax.MultiSteps(
-    optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
-  )
+  theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
   with jax.numpy_dtype_promotion("standard"):
     *_, (_, state) = run(theirs, [(g, {}) for g in (1.0, 1.0, NAN)])
   assert theirs.has_updated(state)
@@ -175,9 +154,7 @@ def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
 
 
 def test_a_state_restored_under_a_smaller_k_ends_with_the_next_counted_call():
-  before, after = (
-    accumulate(optax.sgd(1.0), k, skip_fn=optax.skip_not_finite) for k in (5, 2)
-  )
+  before, after = (accumulate(optax.sgd(1.0), k, skip_fn=optax.skip_not_finite) for k in (5, 2))
   params, state = run(before, [(g, {}) for g in (1, 2, 3)])[-1]
   params, state = after.apply(grads_of(NAN), state, params)
   assert not state.has_updated  # a skipped call never happened
@@ -200,25 +177,17 @@ def test_the_gradient_step_stays_at_its_maximum(every_k, form):
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
-@pytest.mark.parametrize(("of_grads", "of_params"), [
-  (jnp.float32, jnp.bfloat16),
-  (jnp.bfloat16, jnp.float32),
-  (jnp.bfloat16, jnp.float16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  ("of_grads", "of_params"),
+  [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.float16)],
+)
 def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
   params = {"w": jnp.ones(3, of_params)}
   grads = {"w": jnp.ones(3, of_grads)}
   with jax.numpy_dtype_promotion("standard"):
     like = {"w": jnp.ones(3, jnp.promote_types(of_grads, of_params))}
-    for inner in (
-      optax.sgd(0.1),
-      optax.adamw(0.1),
-      optax.adafactor(0.1),
-      optax.lion(0.1),
-    ):
-      expected, _ = jax.eval_shape(
-        inner.update, grads, inner.init(like), params
-      )
+    for inner in (optax.sgd(0.1), optax.adamw(0.1), optax.adafactor(0.1), optax.lion(0.1)):
+      expected, _ = jax.eval_shape(inner.update, grads, inner.init(like), params)
       tx = accumulate(inner, every_k)
       state = tx.init(like)
       updates, new_state = jax.eval_shape(tx.update, grads, state, params)
@@ -234,9 +203,7 @@ def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
 
 def test_1024_bfloat16_gradients_average_right():
   tx = accumulate(optax.identity(), 1024)
-  grads = jnp.asarray(
-    np.random.default_rng(0).uniform(1, 2, (1024, 16)), jnp.bfloat16
-  )
+  grads = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1024, 16)), jnp.bfloat16)
 
   @jax.jit
   def mean(tx_state):
@@ -249,15 +216,13 @@ def test_1024_bfloat16_gradients_average_right():
   actual = np.asarray(mean(tx.init(grads[0])), np.float64)
   exact = np.asarray(grads, np.float64).mean(0)
   np.testing.assert_allclose(actual, exact, rtol=2**-8)
-  total, _ = jax.lax.scan(
-    lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads
-  )
+  total, _ = jax.lax.scan(lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads)
   in_bfloat16 = np.asarray(total / 1024, np.float64)
   # what adding up in bfloat16 gives
   assert np.max(np.abs(in_bfloat16 - exact)) > 0.05
 
 
-@pytest.mark.parametrize(("every_k", "differentiable"), [(1, False), (2, False), (2, True)])  # fmt: skip
+@pytest.mark.parametrize(("every_k", "differentiable"), [(1, False), (2, False), (2, True)])
 def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
   inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.real, updates))
   tx = accumulate(inner, every_k, differentiable=differentiable)
@@ -270,16 +235,12 @@ def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
   np.testing.assert_array_equal(updates, 2.5 if every_k == 2 else 1)
 
 
-@pytest.mark.parametrize(("form", "differentiable"), [("update", False), ("apply", True)])  # fmt: skip
-def test_an_accumulator_of_lower_precision_does_not_round_the_updates(
-  form, differentiable
-):
+@pytest.mark.parametrize(("form", "differentiable"), [("update", False), ("apply", True)])
+def test_an_accumulator_of_lower_precision_does_not_round_the_updates(form, differentiable):
   inner = optax.scale(1 / 3)
   expected, _ = inner.update(jnp.ones(2), inner.init(jnp.zeros(2)))
   assert np.all(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
-  tx = accumulate(
-    inner, 2, accumulator_dtype=jnp.bfloat16, differentiable=differentiable
-  )
+  tx = accumulate(inner, 2, accumulator_dtype=jnp.bfloat16, differentiable=differentiable)
   params = jnp.zeros(2)
   state = tx.init(params)
   for _ in range(2):
@@ -314,45 +275,28 @@ def test_value_and_grad_are_reduced_as_the_gradients(form, reduction, every_k):
     [(nan, 1, 0), (7, 1, 0), (nan, 1, 0), (1, 1, 0), (4, 2, 0)],
   ]
   if every_k == 1:
-    cycles = [
-      [call]
-      for calls in cycles
-      for call in calls
-      if call[1] and call[0] == call[0]
-    ]
+    cycles = [[call] for calls in cycles for call in calls if call[1] and call[0] == call[0]]
 
   def skip_fn(grads, gradient_step, params):
     return jnp.isnan(grads), ()
 
-  tx = accumulate(
-    keeping("value", "grad"), every_k, reduction=reduction, skip_fn=skip_fn
-  )
+  tx = accumulate(keeping("value", "grad"), every_k, reduction=reduction, skip_fn=skip_fn)
   params = jnp.zeros(())
   state, step = tx.init(params), jax.jit(mini_step(tx, form))
   types = jax.tree.map(jax.typeof, trees.strong(state))
   for calls in cycles:
     for value, weight, flush in np.float32(calls):
       params, state = step(
-        params,
-        state,
-        -value,
-        weight=weight,
-        flush=flush > 0,
-        value=value,
-        grad=-value,
+        params, state, -value, weight=weight, flush=flush > 0, value=value, grad=-value
       )
       assert jax.tree.map(jax.typeof, state) == types
     counted = [(w * v, w) for v, w, _ in calls if w and v == v]
     total, weight = np.sum(counted, axis=0)
     expected = total / weight if reduction == "mean" else total
     assert has_updated(state)
-    np.testing.assert_allclose(
-      state.inner_opt_state["value"], expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(state.inner_opt_state["value"], expected, rtol=1e-6)
     if every_k > 1:
-      np.testing.assert_allclose(
-        state.inner_opt_state["grad"], -expected, rtol=1e-6
-      )
+      np.testing.assert_allclose(state.inner_opt_state["grad"], -expected, rtol=1e-6)
 
 
 def test_a_value_in_some_calls_is_that_of_these():
@@ -360,16 +304,10 @@ def test_a_value_in_some_calls_is_that_of_these():
     assert value_fn is max
     return updates, state if value is None else value
 
-  inner = optax.GradientTransformationExtraArgs(
-    lambda params: jnp.zeros(()), update
-  )
+  inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
   tx = accumulate(inner, 3)
   state = tx.init(jnp.ones(()))
-  for extra_args in (
-    {"value": 2.0},
-    {"weight": 5.0},
-    {"value": 8.0, "weight": 2.0},
-  ):
+  for extra_args in ({"value": 2.0}, {"weight": 5.0}, {"value": 8.0, "weight": 2.0}):
     _, state = tx.update(jnp.ones(()), state, value_fn=max, **extra_args)
   assert float(state.inner_opt_state) == (2 + 16) / 3
 
@@ -380,15 +318,9 @@ def test_every_k_of_one_leaves_value_and_value_fn_alone():
     assert value.dtype == jnp.bfloat16
     return updates, (value.astype(jnp.float32), grad)
 
-  inner = optax.GradientTransformationExtraArgs(
-    lambda params: (params, params), update
-  )
+  inner = optax.GradientTransformationExtraArgs(lambda params: (params, params), update)
   tx, one = optax.chain(optax.scale(2.0), accumulate(inner, 1)), jnp.ones(())
-  extra_args = {
-    "value": jnp.bfloat16(3),
-    "grad": jnp.full((), 5.0),
-    "value_fn": max,
-  }
+  extra_args = {"value": jnp.bfloat16(3), "grad": jnp.full((), 5.0), "value_fn": max}
   _, (_, state) = tx.update(one, tx.init(one), **extra_args)
   # The gradient is the reduced one, as in longer cycles.
   assert tuple(map(float, state.inner_opt_state)) == (3.0, 2.0)
@@ -418,36 +350,21 @@ def test_the_transformation_is_a_pair_that_can_be_copied():
   assert (init, update) == (tx.init, tx.update)
   assert isinstance(tx, optax.GradientTransformationExtraArgs)
   through_jax = jax.tree.map(lambda f: f, tx)
-  for twin in (
-    copy.copy(tx),
-    copy.deepcopy(tx),
-    through_jax,
-    tx._replace(init=optax.sgd(1).init),
-  ):
+  for twin in (copy.copy(tx), copy.deepcopy(tx), through_jax, tx._replace(init=optax.sgd(1).init)):
     assert isinstance(twin, AccumulateTransformation)
     assert callable(twin.apply)
 
 
 def test_accumulators_serve_as_buffers_leaf_by_leaf():
   def update(updates, state, params=None):
-    return {
-      "same": updates["same"],
-      "half": updates["half"].astype(jnp.float64),
-    }, state
+    return {"same": updates["same"], "half": updates["half"].astype(jnp.float64)}, state
 
   with jax.enable_x64(True):
     tx = accumulate(optax.GradientTransformation(lambda params: (), update), 2)
-    params = {
-      "same": jnp.ones(100_000, jnp.float32),
-      "half": jnp.ones(10, jnp.float32),
-    }
+    params = {"same": jnp.ones(100_000, jnp.float32), "half": jnp.ones(10, jnp.float32)}
     state = tx.init(params)
-    step = jax.jit(
-      lambda grads, state: tx.update(grads, state), donate_argnums=(1,)
-    )
-    temp = (
-      step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
-    )
+    step = jax.jit(lambda grads, state: tx.update(grads, state), donate_argnums=(1,))
+    temp = step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
     assert temp < 100_000  # a quarter of the large leaf
     for _ in range(2):
       updates, state = step(params, state)
@@ -476,9 +393,7 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   x = jnp.ones((8, 4))
   loss_fn = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
   grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(model)
-  inner = optax.chain(
-    optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
-  )
+  inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
   tx = accumulate(inner, every_k)
   state = tx.init(eqx.filter(model, eqx.is_inexact_array))
   actual, expected = (model, state), (model, state)
@@ -491,11 +406,7 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   moved = eqx.filter(actual[0], eqx.is_inexact_array)
   trees.assert_close(moved, eqx.filter(expected[0], eqx.is_inexact_array), 1e-6)
   model = actual[0]
-  assert (model.mlp.activation, model.name, int(model.count)) == (
-    jnp.tanh,
-    "name",
-    3,
-  )
+  assert (model.mlp.activation, model.name, int(model.count)) == (jnp.tanh, "name", 3)
   assert model.key == key
   eager, _ = tx.apply(grads, state, model)
   assert eager.count is model.count

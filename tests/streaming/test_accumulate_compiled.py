@@ -19,9 +19,7 @@ from support.samples import more
 from optax_accum import accumulate, accumulate_specs
 
 LEAF = 1 << 20
-LARGE = {
-  name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in "abcd"
-}
+LARGE = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in "abcd"}
 LARGE_BYTES = 4 * LEAF * len(LARGE)
 
 OPTIMIZERS = {
@@ -46,9 +44,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 def scanned(tx):
   def cycle(params, state, grads):
     def body(carry, scale):
-      return mini_step(tx)(
-        *carry, jax.tree.map(lambda g: g * scale, grads)
-      ), None
+      return mini_step(tx)(*carry, jax.tree.map(lambda g: g * scale, grads)), None
 
     return jax.lax.scan(body, (params, state), jnp.arange(8.0))[0]
 
@@ -57,11 +53,7 @@ def scanned(tx):
 
 def compiled(step, tx, params=LARGE, **kwargs):
   state = jax.eval_shape(tx.init, params)
-  return (
-    jax.jit(step, donate_argnums=(0, 1))
-    .lower(params, state, params, **kwargs)
-    .compile()
-  )
+  return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params, **kwargs).compile()
 
 
 @functools.cache
@@ -87,11 +79,7 @@ def test_the_conditional_costs_no_memory_and_no_copies(name, form):
   # Lion reads the momentum and the gradient for both of its results, so XLA copies one of
   # two buffers that are overwritten, for a leaf at a time: here it is also the slot.
   # Adafactor divides the gradient twice; XLA on CPU keeps one of the two more here.
-  slack = (
-    0.01
-    if form == "apply"
-    else {"lion": 0.26, "adafactor": 1.01}.get(name, 0.01)
-  )
+  slack = 0.01 if form == "apply" else {"lion": 0.26, "adafactor": 1.01}.get(name, 0.01)
   assert temp(ours) <= temp(alone(name)) + slack
   if name in ("sgd", "momentum", "adamw"):
     assert temp(ours) < 0.005
@@ -100,9 +88,7 @@ def test_the_conditional_costs_no_memory_and_no_copies(name, form):
   assert " while(" in ours.as_text()
 
 
-def compiled_over_devices(
-  tx, form, mesh, params, check_vma=True, weighted=False
-):
+def compiled_over_devices(tx, form, mesh, params, check_vma=True, weighted=False):
   """The accumulation alone, in shard_map: each device's gradients are arguments."""
   specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
   shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
@@ -113,14 +99,9 @@ def compiled_over_devices(
     return mini_step(tx, form)(params, state, grads, **kwargs)
 
   init = shard_map(tx.init, in_specs=P(), out_specs=specs)
-  grads = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params
-  )
+  grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params)
   held = devices.abstract(params, mesh)
-  more = (
-    jax.ShapeDtypeStruct((8,), jnp.float32),
-    jax.ShapeDtypeStruct((), jnp.bool_),
-  )
+  more = (jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_))
   args = (params, jax.eval_shape(init, held), grads, *more)
   in_specs = (P(), specs, P("data"), P("data"), P())
   step = shard_map(step, in_specs=in_specs, out_specs=(P(), specs))
@@ -134,23 +115,17 @@ def compiled_over_devices(
   ("tpu", "apply", True, EXPLICIT, False),
   ("cpu", "apply", True, AUTO, True),
 ])  # fmt: skip
-def test_devices_reduce_in_the_accumulators(
-  platform, kind, weighted, check_vma, form
-):
+def test_devices_reduce_in_the_accumulators(platform, kind, weighted, check_vma, form):
   # What is small stays on the chip of a TPU, where it is not counted.
   side = {"cpu": 512, "tpu": 8192}[platform]
-  params = {
-    name: jax.ShapeDtypeStruct((side, side), jnp.float32) for name in "ab"
-  }
+  params = {name: jax.ShapeDtypeStruct((side, side), jnp.float32) for name in "ab"}
   tx = accumulate(OPTIMIZERS["adamw"], 8, axis_name="data")
   mesh = make_mesh(8, kind=kind, platform=platform)
   step = compiled_over_devices(tx, form, mesh, params, check_vma, weighted)
   # Updates that are typed as the same on all devices cannot be in an accumulator, which differs.
   # And XLA for CPU does not reduce in place.
   own_buffer = (form == "update" and check_vma) or platform == "cpu"
-  in_params = step.memory_analysis().temp_size_in_bytes / (
-    4 * side**2 * len(params)
-  )
+  in_params = step.memory_analysis().temp_size_in_bytes / (4 * side**2 * len(params))
   assert in_params == pytest.approx(int(own_buffer), abs=0.005)
   if platform == "tpu":
     assert copies_of(step.as_text(), side**2) == 0
@@ -166,14 +141,11 @@ def test_multisteps_does_cost_memory():
 
 def large_operations(executable):
   """The operations on whole parameters in a compiled program, counted by name."""
-  return collections.Counter(
-    re.findall(r"= f32\[1024,1024\]\S* ([\w-]+)\(", executable.as_text())
-  )
+  return collections.Counter(re.findall(r"= f32\[1024,1024\]\S* ([\w-]+)\(", executable.as_text()))
 
 
 @pytest.mark.parametrize(
-  ("name", "form"),
-  [("sgd", "update"), ("adamw", "apply"), ("clip_adamw", "update")],
+  ("name", "form"), [("sgd", "update"), ("adamw", "apply"), ("clip_adamw", "update")]
 )
 def test_k_of_one_compiles_to_inner(name, form):
   tx = accumulate(OPTIMIZERS[name], 1)
@@ -186,9 +158,7 @@ def test_k_of_one_compiles_to_inner(name, form):
 
 @forms
 def test_one_compilation_for_any_weight_flush_and_step_with_donation(form):
-  tx = accumulate(
-    optax.adam(0.1), lambda step: 1 + step % 2, skip_fn=optax.skip_not_finite
-  )
+  tx = accumulate(optax.adam(0.1), lambda step: 1 + step % 2, skip_fn=optax.skip_not_finite)
   step = jax.jit(mini_step(tx, form), donate_argnums=(0, 1))
   params = {"w": jnp.ones(3)}
   state = jax.jit(tx.init)(params)
@@ -196,10 +166,7 @@ def test_one_compilation_for_any_weight_flush_and_step_with_donation(form):
   calls = [(1, 0, 1), (0.5, 1, 2), (0, 0, 3), (2, 1, np.nan), (1, 0, 4)]
   with compilations() as programs:
     for weight, flush, value in np.asarray(calls, np.float32):
-      grads, kwargs = (
-        {"w": np.full(3, value)},
-        {"weight": weight, "flush": flush != 0},
-      )
+      grads, kwargs = {"w": np.full(3, value)}, {"weight": weight, "flush": flush != 0}
       params, state = step(params, state, grads, **kwargs)
       assert jax.tree.map(jax.typeof, state) == types
   assert len(programs) == 1
@@ -208,9 +175,7 @@ def test_one_compilation_for_any_weight_flush_and_step_with_donation(form):
 @forms
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_a_fresh_state_can_be_donated(every_k, form):
-  tx = accumulate(
-    optax.sgd(0.5, momentum=0.9), every_k, skip_fn=optax.skip_not_finite
-  )
+  tx = accumulate(optax.sgd(0.5, momentum=0.9), every_k, skip_fn=optax.skip_not_finite)
   for start in (1.0, 0.0):
     params = {"w": jnp.full(3, start)}
     state = tx.init(params)
@@ -260,7 +225,7 @@ def test_inner_is_traced_once(form, every_k, differentiable):
   assert traces(over_devices, axis_name="data") == 1
 
 
-@pytest.mark.parametrize(("form", "differentiable"), [("update", True), ("apply", False)])  # fmt: skip
+@pytest.mark.parametrize(("form", "differentiable"), [("update", True), ("apply", False)])
 def test_a_population_is_its_members(form, differentiable):
   tx = accumulate(optax.adam(0.1), 2, differentiable=differentiable)
   weights = jnp.array([[1.0, 2, 0, 1], [3, 1, 0, 1], [1, 1, 1, 1]])
@@ -268,16 +233,11 @@ def test_a_population_is_its_members(form, differentiable):
   params = jnp.arange(12.0).reshape(4, 3)
   state = jax.vmap(tx.init)(params)
   members = [(p, tx.init(p)) for p in params]
-  call = jax.jit(
-    lambda p, s, g, w, f: mini_step(tx, form)(p, s, g, weight=w, flush=f)
-  )
+  call = jax.jit(lambda p, s, g, w, f: mini_step(tx, form)(p, s, g, weight=w, flush=f))
   population = jax.vmap(call)
   for w, f in zip(weights, flushes, strict=True):
     grads = jnp.cos(params)
-    members = [
-      call(p, s, g, *kw)
-      for (p, s), g, *kw in zip(members, grads, w, f, strict=True)
-    ]
+    members = [call(p, s, g, *kw) for (p, s), g, *kw in zip(members, grads, w, f, strict=True)]
     params, state = population(params, state, grads, w, f)
   assert len(set(state.gradient_step.tolist())) > 1
   trees.assert_close((params, state), trees.stack(members), 1e-6)
@@ -298,9 +258,7 @@ def loss_after_training(learning_rate, differentiable, form):
 def test_forward_mode_by_default_and_reverse_mode_on_request(form):
   with jax.enable_x64(True):
     rate, width = jnp.float64(0.1), 1e-6
-    low, high = (
-      loss_after_training(rate + d, False, form) for d in (-width, width)
-    )
+    low, high = (loss_after_training(rate + d, False, form) for d in (-width, width))
     expected = (high - low) / (2 * width)
     assert abs(expected) > 1
     for differentiable in (False, True):

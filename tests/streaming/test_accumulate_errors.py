@@ -48,9 +48,7 @@ STATE = TX.init(PARAMS)
 
 def passed(state, every_k=2, method="update"):
   """A call with another state."""
-  return lambda: getattr(accumulate(SGD, every_k), method)(
-    PARAMS, state, PARAMS
-  )
+  return lambda: getattr(accumulate(SGD, every_k), method)(PARAMS, state, PARAMS)
 
 
 def chained():
@@ -70,14 +68,14 @@ UNLIKE_THE_STATE = [
   ({**PARAMS, "b": jnp.zeros(4)}, ValueError, r"updates\['b'\] has shape \(4,\), not \(3,\)"),
   ({**PARAMS, "b": jnp.zeros(3, int)}, TypeError, r"updates\['b'\] is int32\[3\]; gradients"),
   (tuple(PARAMS.values()), ValueError, r"updates\['\w'\] is missing.*parameters that init was"),
-]  # fmt: skip
+]
 KEYWORDS = [
   ("weight", jnp.ones(2), ValueError, rf"a weight of shape \(2,\).*{NO_SCALAR}"),
   ("weight", -1.0, ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
   ("weight", jnp.float32(-1), ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
   ("weight", float("nan"), ValueError, rf"the weight nan; {NO_WEIGHT}"),
   ("weight", 1j, TypeError, NO_SCALAR),
-]  # fmt: skip
+]
 REFUSED = [
   (built(every_k=0), ValueError, "every_k=0 must be at least 1"),
   (built(every_k=-2), ValueError, "every_k=-2 must be at least 1"),
@@ -141,15 +139,11 @@ def test_gradients_may_be_numbers(form, every_k, number):
     grads = {"a": number(value), "b": np.full(2, value, np.float32)}
     params, state = mini_step(tx, form)(params, state, grads)
   expected = {1: -5.0, 2: -2.5}[every_k]
-  trees.assert_close(
-    params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0
-  )
+  trees.assert_close(params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0)
 
 
 @pytest.mark.parametrize(("every_k", "form"), [(1, "update"), (2, "apply")])
-def test_the_gradient_of_an_integer_is_refused_with_what_to_write(
-  every_k, form
-):
+def test_the_gradient_of_an_integer_is_refused_with_what_to_write(every_k, form):
   tx = accumulate(relaxed(optax.adam(0.1)), every_k)
   fixed, params = {"q": jnp.arange(3, dtype=jnp.int8)}, {"a": jnp.ones(3)}
 

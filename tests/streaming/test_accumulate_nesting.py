@@ -13,7 +13,7 @@ from optax_accum import accumulate, has_updated
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # optax promotes
 
 
-PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.1, -0.3])}  # fmt: skip
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.1, -0.3])}
 WEIGHTS = (1.0, 3.0)
 CYCLES, K = 3, len(WEIGHTS)
 
@@ -21,10 +21,7 @@ CYCLES, K = 3, len(WEIGHTS)
 def gradients(params, seed):
   """The gradients of one cycle's microbatches, and their weighted mean."""
   keys = jax.random.split(jax.random.key(seed), K)
-  each = [
-    jax.tree.map(lambda p, key=key: jax.random.normal(key, p.shape), params)
-    for key in keys
-  ]
+  each = [jax.tree.map(lambda p, key=key: jax.random.normal(key, p.shape), params) for key in keys]
 
   def mean(*g):
     return sum(w * x for w, x in zip(WEIGHTS, g, strict=True)) / sum(WEIGHTS)
@@ -36,9 +33,7 @@ def stream(tx, params=PARAMS, of=lambda params: params, form="update"):
   """The parameters after each cycle of microbatches."""
   state, trace, step = tx.init(params), [], jax.jit(mini_step(tx, form))
   for seed in range(CYCLES):
-    for grads, weight in zip(
-      gradients(of(params), seed)[0], WEIGHTS, strict=True
-    ):
+    for grads, weight in zip(gradients(of(params), seed)[0], WEIGHTS, strict=True):
       params, state = step(params, state, grads, weight=weight)
     trace.append(params)
   return trace, state
@@ -70,7 +65,7 @@ INSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [more(x) if x in ("ema", "freeze") else x for x in INSIDE])  # fmt: skip
+@pytest.mark.parametrize("name", [more(x) if x in ("ema", "freeze") else x for x in INSIDE])
 def test_around_another_wrapper_a_cycle_is_its_step(name):
   actual, state = stream(accumulate(INSIDE[name], K))
   expected, inner_state = whole(INSIDE[name])
@@ -116,9 +111,7 @@ def test_around_lookahead_a_cycle_is_its_step():
 @pytest.mark.parametrize(("inner", "expected"), [("mean", 15.0), ("sum", 30.0)])
 def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
   # Weighed by what the cycles weigh, 3 and 7, these would be 19 and 190.
-  tx = accumulate(
-    accumulate(optax.sgd(-1.0), 2, reduction=inner), 2, reduction="sum"
-  )
+  tx = accumulate(accumulate(optax.sgd(-1.0), 2, reduction=inner), 2, reduction="sum")
   params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
   for weight in (1.0, 2.0, 3.0, 4.0):
     params, state = jax.jit(tx.apply)(weight, state, params, weight=weight)
@@ -126,9 +119,7 @@ def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
 
 
 def test_extra_arguments_come_through_an_outer_chain():
-  inner = optax.chain(
-    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
-  )
+  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
   tx = optax.chain(accumulate(inner, K), optax.identity())
   params, state = PARAMS, tx.init(PARAMS)
   call, of_inner = jax.jit(tx.update), jax.jit(inner.update)
@@ -138,9 +129,7 @@ def test_extra_arguments_come_through_an_outer_chain():
   scale = optax.tree.get(state, "scale")
   reference_state = inner.init(PARAMS)
   for _ in range(4):
-    expected, reference_state = of_inner(
-      PARAMS, reference_state, params, value=1.0
-    )
+    expected, reference_state = of_inner(PARAMS, reference_state, params, value=1.0)
   assert scale == optax.tree.get(reference_state, "scale")
   assert scale < 1
   trees.assert_close(updates, expected, 1e-6)
@@ -148,11 +137,7 @@ def test_extra_arguments_come_through_an_outer_chain():
 
 @pytest.mark.optax_bug
 def test_multisteps_loses_extra_arguments_in_a_chain():
-  inner = optax.chain(
-    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1)
-  )
-  tx = optax.chain(
-    optax.MultiSteps(inner, K).gradient_transformation(), optax.identity()
-  )
+  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1))
+  tx = optax.chain(optax.MultiSteps(inner, K).gradient_transformation(), optax.identity())
   with pytest.raises(TypeError, match="value"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)

@@ -55,12 +55,7 @@ def build(every_k, reduction, form):
   def body(held, call):
     grad, weight, flush = call
     param, state = step(*held, grad, weight=weight, flush=flush)
-    return (param, state), (
-      param,
-      state.mini_step,
-      state.gradient_step,
-      state.has_updated,
-    )
+    return (param, state), (param, state.mini_step, state.gradient_step, state.has_updated)
 
   @jax.jit
   def after_each(calls):
@@ -73,10 +68,7 @@ def build(every_k, reduction, form):
 MOST = 14  # calls
 CALLS = st.lists(
   st.tuples(
-    st.integers(-8, 8).map(float),
-    st.integers(0, 3),
-    st.booleans(),
-    st.sampled_from([0, 0, 0, 1]),
+    st.integers(-8, 8).map(float), st.integers(0, 3), st.booleans(), st.sampled_from([0, 0, 0, 1])
   ),
   max_size=MOST,
 )
@@ -91,26 +83,16 @@ CALLS = st.lists(
     for j, form in enumerate((*FORMS, "differentiable"))
   ],
 )
-@settings(
-  max_examples=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=CALLS)
-def test_any_sequence_of_calls_is_what_numpy_says(
-  every_k, reduction, form, calls
-):
+def test_any_sequence_of_calls_is_what_numpy_says(every_k, reduction, form, calls):
   k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
   # what follows the calls is looked at by nobody
   given = np.zeros((3, MOST), np.float32)
   for i, (grad, weight, skip, flush) in enumerate(calls):
-    given[:, i] = (
-      float("inf") if skip else grad if weight else float("nan"),
-      weight,
-      flush,
-    )
+    given[:, i] = (float("inf") if skip else grad if weight else float("nan"), weight, flush)
   grads, weights, flushes = given
-  after = jax.device_get(
-    build(every_k, reduction, form)((grads, weights, flushes != 0))
-  )
+  after = jax.device_get(build(every_k, reduction, form)((grads, weights, flushes != 0)))
   for i, expected in enumerate(model(calls, k, reduction)):
     param, *counters = (x[i] for x in after)
     assert tuple(counters) == expected[1:]

@@ -22,13 +22,7 @@ from support.optimizers import mini_step, relaxed
 from support.pages import Page
 from support.samples import more
 
-from optax_accum import (
-  accumulate,
-  accumulate_specs,
-  AccumulateState,
-  has_updated,
-  make_train_step,
-)
+from optax_accum import accumulate, accumulate_specs, AccumulateState, has_updated, make_train_step
 import optax_accum.flax
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,9 +45,7 @@ def saved_and_restored(folder, held, like=None):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "saved", held)
   with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(
-      folder / "saved", abstract(held) if like is None else like
-    )
+    return checkpointer.restore(folder / "saved", abstract(held) if like is None else like)
 
 
 def streaming(**options):
@@ -63,26 +55,19 @@ def streaming(**options):
   def step(held, x):
     params, state = held
     # Sums of such weights are rounded.
-    return tx.apply(
-      jax.grad(loss_fn)(params, x), state, params, weight=x[0, 0] ** 2
-    )
+    return tx.apply(jax.grad(loss_fn)(params, x), state, params, weight=x[0, 0] ** 2)
 
   return (PARAMS, tx.init(PARAMS)), step
 
 
 def streaming_over_devices():
-  mesh, tx = (
-    make_mesh(8),
-    accumulate(INNER, K, axis_name="data", skip_fn=optax.skip_not_finite),
-  )
+  mesh, tx = make_mesh(8), accumulate(INNER, K, axis_name="data", skip_fn=optax.skip_not_finite)
   params = put(PARAMS, mesh)
   specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 
   @jax.jit
-  @jax.shard_map(
-    mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs)
-  )
+  @jax.shard_map(mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs))
   def step(held, x):
     params, state = held
     local = jax.lax.pcast(params, "data", to="varying")
@@ -95,39 +80,27 @@ def whole_cycles(every_k=1):
   """Over a mesh, with parameters that are sharded (FSDP)."""
   tx = accumulate(INNER, every_k) if every_k > 1 else INNER
   mesh = make_mesh(4)
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
   params = put(PARAMS, mesh, {"b": P(), "w": P("data")})
   return (params, jax.jit(tx.init)(params)), lambda held, x: step(*held, x)[:2]
 
 
 def streaming_train_state():
-  state = optax_accum.flax.TrainState.create(
-    apply_fn=None, params=PARAMS, tx=accumulate(INNER, K)
-  )
+  state = optax_accum.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
 
   @jax.jit
   def step(state, x):
-    return state.apply_gradients(
-      grads=jax.grad(loss_fn)(state.params, x), weight=2.0
-    )
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x), weight=2.0)
 
   return state.replace(step=jnp.zeros((), jnp.int32)), step
 
 
 def linen_train_state():
-  state = train_state.TrainState.create(
-    apply_fn=None, params=PARAMS, tx=accumulate(INNER, K)
-  )
+  state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
   step = optax_accum.flax.linen_train_step(
-    lambda variables, x, rngs: loss_fn(variables["params"], x),
-    num_microbatches=2,
-    donate=False,
+    lambda variables, x, rngs: loss_fn(variables["params"], x), num_microbatches=2, donate=False
   )
-  return state.replace(step=jnp.zeros((), jnp.int32)), lambda state, x: step(
-    state, x
-  )[0]
+  return state.replace(step=jnp.zeros((), jnp.int32)), lambda state, x: step(state, x)[0]
 
 
 LOOPS = {
@@ -137,7 +110,7 @@ LOOPS = {
   "make_train_step of accumulate": functools.partial(whole_cycles, every_k=K),
   "TrainState": streaming_train_state,
   "linen_train_step": linen_train_state,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("loop", [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS])  # fmt: skip
@@ -152,10 +125,7 @@ def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   for x in ROWS[K - 1 :]:
     held, restored = step(held, x), step(restored, x)
   trees.assert_close(jax.device_get(restored), jax.device_get(held), 0)
-  assert (
-    trees.largest_difference(jax.tree.leaves(held), jax.tree.leaves(start))
-    > 0.01
-  )
+  assert trees.largest_difference(jax.tree.leaves(held), jax.tree.leaves(start)) > 0.01
 
 
 # Gradients 1, 2, 3, ... under SGD: parameters are minus their mean.
@@ -177,9 +147,7 @@ SGD = optax.sgd(1.0)
   (lambda _: 4, 2, 3, 3),
   (4, 2, lambda _: 1, 3),
 ])  # fmt: skip
-def test_restored_under_another_k_nothing_is_lost(
-  before, calls, now, ends_with
-):
+def test_restored_under_another_k_nothing_is_lost(before, calls, now, ends_with):
   _, state = after(accumulate(SGD, before), range(1, calls + 1))
   tx = accumulate(SGD, now)
   params, state = after(tx, range(calls + 1, ends_with), state=state)
@@ -194,7 +162,9 @@ def test_between_k_of_1_and_more_a_state_goes_on_as_the_message_says():
   params, one = jnp.float32(0), accumulate(SGD, 1)
   four = accumulate(SGD, 4)
   state = one.init(params)
-  message = r"every_k=1 there are no accumulators: .*flush=True, and replace acc_grads by that of a new"
+  message = (
+    r"every_k=1 there are no accumulators: .*flush=True, and replace acc_grads by that of a new"
+  )
   with pytest.raises(ValueError, match=message):
     four.apply(params, state, params)
   state = after(one, [7])[1]._replace(acc_grads=four.init(params).acc_grads)
@@ -210,47 +180,27 @@ def test_between_k_of_1_and_more_a_state_goes_on_as_the_message_says():
 
 
 def test_with_and_without_skip_fn_a_state_goes_on_as_the_message_says(tmp_path):
-  plain, skips = (
-    accumulate(SGD, 2),
-    accumulate(SGD, 2, skip_fn=optax.skip_not_finite),
-  )
+  plain, skips = accumulate(SGD, 2), accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
   for i, (old, new) in enumerate([(plain, skips), (skips, plain)]):
     folder = tmp_path / str(i)
     _, state = after(old, [1])
     restored = saved_and_restored(folder, state)
-    with pytest.raises(
-      ValueError, match=r"made with another skip_fn, .* Go on with state"
-    ):
+    with pytest.raises(ValueError, match=r"made with another skip_fn, .* Go on with state"):
       new.apply(jnp.float32(3), restored, jnp.float32(0))
-    with (
-      ocp.StandardCheckpointer() as checkpointer,
-      pytest.raises(ValueError, match="skip_state"),
-    ):
-      checkpointer.restore(
-        folder / "saved", jax.eval_shape(new.init, jnp.float32(0))
-      )
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="skip_state"):
+      checkpointer.restore(folder / "saved", jax.eval_shape(new.init, jnp.float32(0)))
     restored = restored._replace(skip_state=new.init(jnp.float32(0)).skip_state)
     assert after(new, [3], state=restored)[0] == -2
 
 
-def test_a_state_of_another_accumulator_dtype_goes_on_in_its_own_if_that_is_wider(
-  tmp_path,
-):
-  wide, narrow = (
-    accumulate(SGD, 2),
-    accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16),
-  )
+def test_a_state_of_another_accumulator_dtype_goes_on_in_its_own_if_that_is_wider(tmp_path):
+  wide, narrow = accumulate(SGD, 2), accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16)
   fine = 1 + 2.0**-12  # bfloat16 has 8 bits
   _, state = after(wide, [fine])
   params, state_narrow = after(narrow, [1], state=state)
-  assert (params, state_narrow.acc_grads.dtype) == (
-    -(1 + fine) / 2,
-    jnp.float32,
-  )
+  assert (params, state_narrow.acc_grads.dtype) == (-(1 + fine) / 2, jnp.float32)
   # What our docstring says of orbax:
-  cast = saved_and_restored(
-    tmp_path, state, jax.eval_shape(narrow.init, jnp.float32(0))
-  )
+  cast = saved_and_restored(tmp_path, state, jax.eval_shape(narrow.init, jnp.float32(0)))
   assert (cast.acc_grads, cast.acc_grads.dtype) == (1, jnp.bfloat16)
   assert after(narrow, [1], state=cast)[0] == -1
 
@@ -261,45 +211,30 @@ def code_of_docs():
   rows_and_key, _, save, _ = page.blocks("Save and restore")
   [of_nnx] = page.blocks("A model and optimizer of nnx")
   (onto,) = page.blocks("A streaming state on other devices")
-  imports = "".join(
-    re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE)
-  )
+  imports = "".join(re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE))
   return [imports + code for code in (rows_and_key + save, of_nnx, onto)]
 
 
 def test_what_the_docs_save_and_restore_goes_on(resume, tmp_path):
   (params, opt_state), step = streaming()
   params, opt_state = step((params, opt_state), ROWS[0])
-  names = {
-    "params": params,
-    "opt_state": opt_state,
-    "tx": accumulate(INNER, K),
-    "number": 1,
-  }
+  names = {"params": params, "opt_state": opt_state, "tx": accumulate(INNER, K), "number": 1}
   names |= {"folder": tmp_path, "data": ROWS[0]}
   exec(code_of_docs()[0], names)
-  trees.assert_close(
-    names["restored"], {"params": params, "opt_state": opt_state}, 0
-  )
-  (rows, key), (again, key_again) = (
-    names["rows_and_key"](5),
-    names["rows_and_key"](5),
-  )
+  trees.assert_close(names["restored"], {"params": params, "opt_state": opt_state}, 0)
+  (rows, key), (again, key_again) = names["rows_and_key"](5), names["rows_and_key"](5)
   np.testing.assert_array_equal(rows, again)
   assert key == key_again
   assert not np.array_equal(rows, names["rows_and_key"](6)[0])
 
-  other = jax.eval_shape(
-    lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)}
-  )
+  other = jax.eval_shape(lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)})
   with ocp.StandardCheckpointer() as checkpointer:
     stored = checkpointer.metadata(tmp_path / "1").item_metadata.tree
   other_params = {"params": OTHER, "opt_state": opt_state}
   at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
   for leaf, like in at.items():
     with pytest.raises(
-      ValueError,
-      match=rf"^{leaf} has shape .*\(3,\) in the checkpoint.*here \(4,\)\.$",
+      ValueError, match=rf"^{leaf} has shape .*\(3,\) in the checkpoint.*here \(4,\)\.$"
     ):
       resume.check_shapes(stored, like)
 
@@ -307,20 +242,12 @@ def test_what_the_docs_save_and_restore_goes_on(resume, tmp_path):
 def test_what_the_docs_save_and_restore_of_nnx_goes_on(tmp_path):
   @nnx.jit
   def step(model, optimizer, x):
-    optimizer.update(
-      model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
-    )
+    optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model))
 
   rows = np.tile(ROWS, 8)
   model, tx = nnx.Linear(64, 10, rngs=nnx.Rngs(0)), accumulate(INNER, K)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  names = {
-    "model": model,
-    "optimizer": optimizer,
-    "tx": tx,
-    "folder": tmp_path,
-    "ocp": ocp,
-  }
+  names = {"model": model, "optimizer": optimizer, "tx": tx, "folder": tmp_path, "ocp": ocp}
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     step(model, optimizer, rows[0])
     code = code_of_docs()[1]
@@ -357,9 +284,7 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 
   @jax.jit
-  @jax.shard_map(
-    mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
-  )
+  @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
   def step(params, state, rows):
     weight = {"weight": float(len(rows))} if rows_weigh else {}
     return tx.apply(jnp.mean(rows), state, params, **weight)
@@ -368,9 +293,7 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
 
 
 @pytest.mark.parametrize(("before", "now", "rows_weigh"), [(8, 2, True), (1, 8, False), more(1, 8, True)])  # fmt: skip
-def test_restored_on_other_devices_as_the_docs_say(
-  before, now, rows_weigh, tmp_path
-):
+def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_path):
   state, step = begun_and_stepped(before, rows_weigh)
   _, state = step(np.float32(0), state, VALUES[0])
   state = saved_and_restored(tmp_path, jax.device_get(state))
@@ -386,9 +309,7 @@ def test_restored_on_other_devices_as_the_docs_say(
     return params
 
   factors = [1, now / before] if rows_weigh else [now / before, 1]
-  moved, wrong = (
-    jax.device_get(names["onto"](now, state, factor)) for factor in factors
-  )
+  moved, wrong = (jax.device_get(names["onto"](now, state, factor)) for factor in factors)
   assert ends(moved) == pytest.approx(-VALUES.mean(), rel=1e-5)
   assert abs(ends(wrong) + VALUES.mean()) > 0.01
   if rows_weigh or before > now:  # one device's gradients in the place of all
@@ -404,9 +325,7 @@ def test_restored_on_other_devices_as_the_docs_say(
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
-def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
-  tmp_path,
-):
+def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(tmp_path):
   tx = accumulate(SGD, 2)
   _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
   new = tx.init(jnp.ones(2))
@@ -420,9 +339,7 @@ def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
 
 
 def test_optax_tree_set_drops_a_cycle():
-  tx = optax.chain(
-    accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0)
-  )
+  tx = optax.chain(accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0))
   held = (PARAMS, tx.init(PARAMS))
   ones = jax.tree.map(jnp.ones_like, PARAMS)
 
@@ -460,9 +377,7 @@ def test_a_state_of_multisteps_goes_on_at_the_end_of_a_cycle():
   expected, expected_state = ONES, inner.init(ONES)
   for mean in calls.mean(1):
     expected, expected_state = mini_step(inner)(expected, expected_state, mean)
-  trees.assert_close(
-    (params, state.inner_opt_state), (expected, expected_state), 1e-5
-  )
+  trees.assert_close((params, state.inner_opt_state), (expected, expected_state), 1e-5)
   assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
 
 
@@ -484,15 +399,10 @@ BROADCAST = ADAM.init({**PARAMS, "b": jnp.ones(1)})  # JAX would step by it
   ("apply", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
   ("apply", 2, ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"After an update params\['b'\] has shape \(2, 3\)"),
 ])  # fmt: skip
-def test_the_state_of_another_model_is_refused_by_name(
-  form, every_k, inner_state, message
-):
+def test_the_state_of_another_model_is_refused_by_name(form, every_k, inner_state, message):
   tx = accumulate(ADAM, every_k)
   state = tx.init(PARAMS)._replace(inner_opt_state=inner_state)
-  with (
-    jax.numpy_rank_promotion("allow"),
-    pytest.raises(ValueError, match=message),
-  ):
+  with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match=message):
     jax.eval_shape(mini_step(tx, form), PARAMS, state, PARAMS)
 
 
@@ -500,9 +410,7 @@ def test_a_step_refuses_a_state_that_is_broadcast():
   step = make_train_step(loss_fn, ADAM, num_microbatches=2)
   with (
     jax.numpy_rank_promotion("allow"),
-    pytest.raises(
-      ValueError, match=r"After an update opt_state\[0\]\.mu\['b'\]"
-    ),
+    pytest.raises(ValueError, match=r"After an update opt_state\[0\]\.mu\['b'\]"),
   ):
     step.eval_shape(PARAMS, BROADCAST, ROWS[0])
 
@@ -534,9 +442,7 @@ def test_an_error_of_an_optimizer_is_shown():
 
 @pytest.fixture
 def resume(monkeypatch):
-  spec = importlib.util.spec_from_file_location(
-    "resume", ROOT / "examples/resume.py"
-  )
+  spec = importlib.util.spec_from_file_location("resume", ROOT / "examples/resume.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   # conftest's devices
@@ -550,12 +456,8 @@ def test_a_checkpoint_that_is_truncated_is_refused(resume, tmp_path):
     held = resume.train("streaming", 1, 1, 2, tmp_path)
   like = abstract(held)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)
-  wide = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"]
-  )
-  with pytest.raises(
-    ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"
-  ):
+  wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"])
+  with pytest.raises(ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"):
     resume.load(tmp_path, 2, {**like, "params": wide})
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert len(files) > 5

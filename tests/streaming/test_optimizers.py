@@ -46,12 +46,7 @@ LEFT_OUT = {
 
 
 # The others are called without extra arguments, which not all of them accept.
-TAKES_VALUE = (
-  "polyak_sgd",
-  "contrib.momo",
-  "contrib.momo_adam",
-  "contrib.reduce_on_plateau",
-)
+TAKES_VALUE = ("polyak_sgd", "contrib.momo", "contrib.momo_adam", "contrib.reduce_on_plateau")
 
 
 def _exported():
@@ -60,11 +55,7 @@ def _exported():
   for name, fun in vars(optax).items():
     # nadam is a partial
     module = getattr(getattr(fun, "func", fun), "__module__", None)
-    if (
-      module == "optax._src.alias"
-      and callable(fun)
-      and not inspect.isclass(fun)
-    ):
+    if module == "optax._src.alias" and callable(fun) and not inspect.isclass(fun):
       found[name] = fun
   for name, fun in vars(optax.contrib).items():
     part = inspect.isclass(fun) or name.startswith(("scale_by", "_"))
@@ -94,25 +85,18 @@ def make(name):
 
 def test_the_list_has_what_optax_exports():
   assert len(EXPORTED) > 50
-  assert {"adamw", "nadam", "sgd", "contrib.dog", "contrib.muon"} <= set(
-    EXPORTED
-  )
+  assert {"adamw", "nadam", "sgd", "contrib.dog", "contrib.muon"} <= set(EXPORTED)
   assert not set(CASES) & set(LEFT_OUT)
 
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
-@pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else more(name) for name in NAMES])  # fmt: skip
+@pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else more(name) for name in NAMES])
 def test_three_cycles_are_three_steps(name):
   inner, weights = make(name), (1.0, 3.0)
   tx = accumulate(inner, every_k=2)
   key, values = jax.random.key(7), np.array([3.0, 2.9, 2.8], np.float32)
-  params = {
-    "w": jax.random.normal(key, (4, 3)),
-    "b": jnp.array([0.5, -1.0, 2.0]),
-  }
-  grads = jax.tree.map(
-    lambda p: jax.random.normal(key, (3, 2, *p.shape)) + 0.5 * p, params
-  )
+  params = {"w": jax.random.normal(key, (4, 3)), "b": jnp.array([0.5, -1.0, 2.0])}
+  grads = jax.tree.map(lambda p: jax.random.normal(key, (3, 2, *p.shape)) + 0.5 * p, params)
   grads = jax.device_get(grads)
 
   def extra(value):
@@ -135,29 +119,17 @@ def test_three_cycles_are_three_steps(name):
     return jax.tree.map(lambda g: g[i, j], grads)
 
   def mean(i):
-    return jax.tree.map(
-      lambda g: (weights[0] * g[i, 0] + weights[1] * g[i, 1]) / 4, grads
-    )
+    return jax.tree.map(lambda g: (weights[0] * g[i, 0] + weights[1] * g[i, 1]) / 4, grads)
 
   whole = [(mean(i), value) for i, value in enumerate(values)]
-  calls = [
-    (microbatch(i, j), value)
-    for i, value in enumerate(values)
-    for j in range(2)
-  ]
-  expected_state, expected_trace, _ = trained(
-    optax.with_extra_args_support(inner), False, whole
-  )
+  calls = [(microbatch(i, j), value) for i, value in enumerate(values) for j in range(2)]
+  expected_state, expected_trace, _ = trained(optax.with_extra_args_support(inner), False, whole)
   state, trace, emitted = trained(tx, True, calls)
 
   # muon iterates in low precision
   tolerance = 2e-3 if name == "contrib.muon" else 2e-5
-  trees.assert_close(
-    trees.index(trace, -1), trees.index(expected_trace, -1), tolerance
-  )
-  trees.assert_close(
-    _arrays(state.inner_opt_state), _arrays(expected_state), tolerance
-  )
+  trees.assert_close(trees.index(trace, -1), trees.index(expected_trace, -1), tolerance)
+  trees.assert_close(_arrays(state.inner_opt_state), _arrays(expected_state), tolerance)
   assert emitted == [False, True] * 3
   assert int(state.gradient_step) == 3
   assert int(state.mini_step) == 0
@@ -172,10 +144,6 @@ def test_three_cycles_are_three_steps(name):
 def _arrays(state):
   """The state with its random keys as numbers."""
   return jax.tree.map(
-    lambda x: (
-      jax.random.key_data(x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    ),
+    lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
     jax.tree.map(jnp.asarray, state),
   )

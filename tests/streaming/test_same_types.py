@@ -19,9 +19,7 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 def changing(before, after):
   """A transformation whose state is `before` at first, and then ``after(state)``."""
-  return optax.GradientTransformation(
-    lambda _: before, lambda u, s, p=None: (u, after(s))
-  )
+  return optax.GradientTransformation(lambda _: before, lambda u, s, p=None: (u, after(s)))
 
 
 def dtypes(tree):
@@ -48,34 +46,25 @@ def test_a_state_widens_as_in_optax_alone(name, every_k, form):
         params, state = step(params, state, ONES)
         first = first or dtypes(state.inner_opt_state)
       expected = inner.update(ONES, expected)[1]
-  trees.assert_close(
-    state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6
-  )
+  trees.assert_close(state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6)
   # known before the conditional, so that the next calls are compiled once
   if every_k != 1:
     assert dtypes(state.inner_opt_state) == first
 
 
-@pytest.mark.parametrize(("form", "start"), [("update", jnp.float32), ("apply", jnp.bfloat16)])  # fmt: skip
-def test_float32_gradients_of_bfloat16_parameters_keep_their_precision(
-  form, start
-):
+@pytest.mark.parametrize(("form", "start"), [("update", jnp.float32), ("apply", jnp.bfloat16)])
+def test_float32_gradients_of_bfloat16_parameters_keep_their_precision(form, start):
   params = jnp.ones(3, jnp.bfloat16)
   tx, state_inner = accumulate(MOMENTUM, 2), MOMENTUM.init(params)
   state, actual, expected = tx.init(params.astype(start)), params, params
   rounded = state_inner
-  grads = jnp.asarray(
-    np.random.default_rng(0).normal(size=(100, 3)), jnp.float32
-  )
+  grads = jnp.asarray(np.random.default_rng(0).normal(size=(100, 3)), jnp.float32)
   grads = grads.at[:5].multiply(100)
   step = jax.jit(mini_step(tx, form))
   with jax.numpy_dtype_promotion("standard"):
     alone = jax.jit(mini_step(MOMENTUM))
     updates = jax.eval_shape(tx.update, grads[0], state, params)[0]
-    assert (
-      updates.dtype
-      == jax.eval_shape(MOMENTUM.update, grads[0], state_inner)[0].dtype
-    )
+    assert updates.dtype == jax.eval_shape(MOMENTUM.update, grads[0], state_inner)[0].dtype
     for g in grads:
       for _ in range(2):
         actual, state = step(actual, state, g)
@@ -100,13 +89,11 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
     for _ in range(4):
       params, state = step(params, state, ONES)
   expected = 1 if every_k == 2 else 2
-  trees.assert_close(
-    state.inner_opt_state, jnp.full(4, expected, jnp.float32), 0
-  )
+  trees.assert_close(state.inner_opt_state, jnp.full(4, expected, jnp.float32), 0)
   assert state.inner_opt_state.sharding.spec == P("data")
 
 
-@pytest.mark.parametrize(("form", "every_k"), [("update", 2), ("apply", 2), ("apply", 1)])  # fmt: skip
+@pytest.mark.parametrize(("form", "every_k"), [("update", 2), ("apply", 2), ("apply", 1)])
 @pytest.mark.parametrize(("before", "after", "message"), [
   (jnp.zeros(3), lambda s: s[:2], r"After .*_state has shape \(2,\), not \(3,\): the opt"),
   ({"a": ONES}, lambda s: {"b": s["a"]}, r"After an update inner_opt_state\['a'\] is missing"),
@@ -132,19 +119,17 @@ if hasattr(optax, "monitor"):  # since optax 0.2.7
   def test_a_monitor_is_refused_and_a_snapshot_is_not():
     measure = {"norm": optax.tree.norm}
     tx = accumulate(optax.chain(optax.sgd(0.1), optax.monitor(measure)), 2)
-    message = r"measurements\['norm'\] is not expected: .*optax\.monitor's do not: use optax\.snapshot"
+    message = (
+      r"measurements\['norm'\] is not expected: .*optax\.monitor's do not: use optax\.snapshot"
+    )
     with pytest.raises(ValueError, match=message):
       tx.apply(ONES, tx.init(PARAMS), PARAMS)
     # As it says.
-    tx = accumulate(
-      optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)), 2
-    )
+    tx = accumulate(optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)), 2)
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(2):
       params, state = tx.apply(ONES, state, params)
-    np.testing.assert_allclose(
-      optax.tree.get(state, "norm"), 0.1 * 3**0.5, rtol=1e-6
-    )
+    np.testing.assert_allclose(optax.tree.get(state, "norm"), 0.1 * 3**0.5, rtol=1e-6)
 
 
 def loss_fn(params, batch):

@@ -114,9 +114,7 @@ def of_features(name, **options):
 
   def known(fun):
     def loss(params, batch):
-      return own_mean(
-        errors(params, fun(features(params, batch), batch), batch), batch
-      )
+      return own_mean(errors(params, fun(features(params, batch), batch), batch), batch)
 
     TABLE[name] = Row(loss, **options)
     return fun
@@ -140,9 +138,7 @@ def standardised(h, batch):
 
 
 of_features("psum: batch norm")(standardised)
-of_features("psum: batch norm in a jit, checkpointed")(
-  jax.checkpoint(jax.jit(standardised))
-)
+of_features("psum: batch norm in a jit, checkpointed")(jax.checkpoint(jax.jit(standardised)))
 
 
 @of_features("pmean: batch norm")
@@ -154,9 +150,7 @@ def of_means(h, batch):
 
 @of_features("psum: batch norm in each layer of a scan")
 def scanned(h, batch):
-  return lax.scan(
-    lambda h, _: (jnp.sin(standardised(h, batch)), None), h, None, length=2
-  )[0]
+  return lax.scan(lambda h, _: (jnp.sin(standardised(h, batch)), None), h, None, length=2)[0]
 
 
 @row("psum: in both branches of a cond")
@@ -175,10 +169,7 @@ def advantages(params, batch):
   mean = lax.psum(total(batch["y"], batch), AXIS) / n
   var = lax.psum(total((batch["y"] - mean) ** 2, batch), AXIS) / n
   return -own_mean(
-    (batch["y"] - mean)
-    / jnp.sqrt(var + 0.1)
-    * (features(params, batch) @ params["v"]),
-    batch,
+    (batch["y"] - mean) / jnp.sqrt(var + 0.1) * (features(params, batch) @ params["v"]), batch
   )
 
 
@@ -195,9 +186,7 @@ def penalty(params, batch):
 @row("pmean: centred outputs")
 def centred(params, batch):
   out = features(params, batch) @ params["v"]
-  return own_mean(
-    (out - lax.pmean(jnp.mean(out), AXIS) - batch["y"]) ** 2, batch
-  )
+  return own_mean((out - lax.pmean(jnp.mean(out), AXIS) - batch["y"]) ** 2, batch)
 
 
 @of_features("pmax: scaled")
@@ -252,9 +241,7 @@ def scattered(params, batch):
 def exchanged(params, batch):
   h = features(params, batch)
   columns = lax.all_to_all(h, AXIS, 1, 0, tiled=True)
-  return own_mean(errors(params, h, batch), batch) + jnp.mean(
-    jnp.cumsum(columns, axis=0) ** 2
-  )
+  return own_mean(errors(params, h, batch), batch) + jnp.mean(jnp.cumsum(columns, axis=0) ** 2)
 
 
 @row("axis_index", alone=True)
@@ -268,9 +255,7 @@ def cast(params, batch):
   # the axis of a vmap has no types
   if AXIS in jax.sharding.get_abstract_mesh().manual_axes:
     start = lax.pcast(start, AXIS, to="varying")
-  h, _ = lax.scan(
-    lambda h, _: (features(params, batch) + h, None), start, None, length=2
-  )
+  h, _ = lax.scan(lambda h, _: (features(params, batch) + h, None), start, None, length=2)
   return own_mean(errors(params, h, batch), batch)
 
 
@@ -357,9 +342,7 @@ def gather_last(params, batch):
 
 @row("pmean of rows, then mean")
 def mean_of_rows(params, batch):
-  return jnp.mean(
-    lax.pmean(errors(params, features(params, batch), batch), AXIS)
-  )
+  return jnp.mean(lax.pmean(errors(params, features(params, batch), batch), AXIS))
 
 
 @row("pmean + own penalty")
@@ -372,9 +355,7 @@ def mean_and_own_penalty(params, batch):
 def mean_in_cond(params, batch):
   mean = lambda x: lax.pmean(x, AXIS)  # noqa: E731
   most = lambda x: lax.psum(x, AXIS)  # noqa: E731
-  return lax.cond(
-    batch["y"].shape[0] > jnp.zeros(()), mean, most, plain(params, batch)
-  )
+  return lax.cond(batch["y"].shape[0] > jnp.zeros(()), mean, most, plain(params, batch))
 
 
 @row("pmean, last, in a vmap", typed=False)  # which JAX 0.8.2 cannot
@@ -406,13 +387,9 @@ def spread(params, batch):
 def load_balance(params, batch):
   h = features(params, batch)
   p = jax.nn.softmax(h)
-  chosen = lax.stop_gradient(
-    jax.nn.one_hot(jnp.argmax(p, -1), WIDTH, dtype=p.dtype)
-  )
+  chosen = lax.stop_gradient(jax.nn.one_hot(jnp.argmax(p, -1), WIDTH, dtype=p.dtype))
   shares = lax.pmean(jnp.mean(chosen, 0), AXIS), lax.pmean(jnp.mean(p, 0), AXIS)
-  return own_mean(errors(params, h, batch), batch) + WIDTH * jnp.sum(
-    shares[0] * shares[1]
-  )
+  return own_mean(errors(params, h, batch), batch) + WIDTH * jnp.sum(shares[0] * shares[1])
 
 
 # Under a derivative within the loss.
@@ -433,9 +410,7 @@ def inner_gradient_of_mean(params, batch):
   """Where values have types, JAX gives a part of what it gives where they have none."""
 
   def out(x):
-    return lax.pmean(
-      jnp.sum(features(params, {**batch, "x": x}) @ params["v"]), AXIS
-    )
+    return lax.pmean(jnp.sum(features(params, {**batch, "x": x}) @ params["v"]), AXIS)
 
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
 
@@ -451,10 +426,7 @@ def inner_step(params, batch):
 def inner_jacobian(params, batch):
   def out(b):
     h = features({**params, "b": b}, batch)
-    return (
-      jnp.mean(h - lax.pmean(jnp.mean(h, 0, keepdims=True), AXIS), 0)
-      * params["v"]
-    )
+    return jnp.mean(h - lax.pmean(jnp.mean(h, 0, keepdims=True), AXIS), 0) * params["v"]
 
   return plain(params, batch) + jnp.sum(jax.jacfwd(out)(params["b"]) ** 2)
 
@@ -464,9 +436,7 @@ def inner_jacobian(params, batch):
 
 def microbatches(batch, devices, num_microbatches=None, microbatch_size=None):
   """The microbatches, each with a first axis of devices. A size counts rows of one device."""
-  of_devices = jax.tree.map(
-    lambda x: x.reshape(devices, -1, *x.shape[1:]), batch
-  )
+  of_devices = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
   size = microbatch_size or ROWS // num_microbatches
   full = ROWS // size
 
@@ -482,9 +452,7 @@ def objective_and_grad(loss, params, batch, weights):
   """``sum_d w_d L_d`` of one microbatch, and its gradient."""
 
   def objective(params):
-    return jnp.sum(
-      weights * jax.vmap(functools.partial(loss, params), axis_name=AXIS)(batch)
-    )
+    return jnp.sum(weights * jax.vmap(functools.partial(loss, params), axis_name=AXIS)(batch))
 
   return jax.value_and_grad(objective)(params)
 
@@ -513,9 +481,7 @@ def expected(loss, params, batch, devices, weighs=True, alone=False, **split):
 ENTRIES = ("mesh", "shard_map, typed", "shard_map, untyped")
 
 
-def gradient_function(
-  loss, entry, devices, weighs=True, microbatch_size=None, **options
-):
+def gradient_function(loss, entry, devices, weighs=True, microbatch_size=None, **options):
   """A function of parameters and a batch that gives the gradient and the loss, by the library."""
   mesh = make_mesh(devices)
   if options.get("has_weight"):
@@ -524,21 +490,15 @@ def gradient_function(
     options["weight_fn"] = valid_rows
   if entry == "mesh":
     tx, size = optax.sgd(1.0), microbatch_size and microbatch_size * devices
-    step = make_train_step(
-      loss, tx, mesh=mesh, microbatch_size=size, donate=False, **options
-    )
+    step = make_train_step(loss, tx, mesh=mesh, microbatch_size=size, donate=False, **options)
 
     def by_step(params, batch):
       new, _, metrics = step(params, tx.init(params), batch)
-      return jax.tree.map(
-        lambda x, y: np.asarray(x - y), params, new
-      ), np.asarray(metrics["loss"])
+      return jax.tree.map(lambda x, y: np.asarray(x - y), params, new), np.asarray(metrics["loss"])
 
     return by_step
 
-  run = microbatch_value_and_grad(
-    loss, microbatch_size=microbatch_size, axis_name=AXIS, **options
-  )
+  run = microbatch_value_and_grad(loss, microbatch_size=microbatch_size, axis_name=AXIS, **options)
 
   def on_device(params, batch):
     loss, grads, *_ = run(params, batch)
@@ -571,16 +531,11 @@ def looped(name, params, x):
   """The features `x` of rows, after a loop of this name."""
   zeros = jnp.zeros(x.shape)
   if name == "scan":
-    return lax.scan(
-      lambda h, _: (jnp.sin(h + x * params["b"][None]), None),
-      zeros,
-      None,
-      length=2,
-    )[0]
+    return lax.scan(lambda h, _: (jnp.sin(h + x * params["b"][None]), None), zeros, None, length=2)[
+      0
+    ]
   if name == "fori_loop":
-    return lax.fori_loop(
-      0, 2, lambda i, h: jnp.tanh(h @ params["w"] + x), zeros
-    )
+    return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ params["w"] + x), zeros)
   if name == "while_loop":  # in as many steps as the rows of this device need
     most = jnp.max(jnp.abs(lax.stop_gradient(x)))
     unfinished = lambda state: (state[1] < most) & (state[0] < 20)  # noqa: E731
@@ -588,9 +543,6 @@ def looped(name, params, x):
     steps, _ = lax.while_loop(unfinished, grow, (0, jnp.zeros(())))
     return jnp.cos(x * params["b"][None]) + 0.0 * steps.astype(x.dtype)
   if name == "cond":
-    yes, no = (
-      (lambda row: jnp.sin(row @ params["w"])),
-      lambda row: jnp.zeros(row.shape),
-    )
+    yes, no = (lambda row: jnp.sin(row @ params["w"])), lambda row: jnp.zeros(row.shape)
     return lax.map(lambda row: lax.cond(row[0] <= 0, no, yes, row), x)
   return x

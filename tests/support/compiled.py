@@ -11,9 +11,7 @@ import numpy as np
 
 def temp_bytes(jitted, *args, **kwargs):
   """Bytes of temporary buffers of a jitted function, as the compiler counts them."""
-  return (
-    jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
-  )
+  return jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
 
 
 def copies_of(program, elements):
@@ -50,9 +48,7 @@ def compilations():
 _LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
 _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _RANGED = re.compile(rf"replica_groups=\[([\d,]+)\]<={_RANGE}")
-_MESH = re.compile(
-  rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^:]*?)\}}"
-)
+_MESH = re.compile(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^:]*?)\}}")
 
 
 def groups_of(collective):

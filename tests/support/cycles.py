@@ -20,9 +20,7 @@ class Microbatch:
   device: int
   index: int
   rows: np.ndarray
-  counts: (
-    bool  # False: it holds nothing but padding, or is not finite and left out
-  )
+  counts: bool  # False: it holds nothing but padding, or is not finite and left out
   skipped: bool  # it is left out because it is not finite
 
 
@@ -40,11 +38,7 @@ class Call:
 def initial_params(draw) -> dict[str, Any]:
   """The parameters that training starts from, in the draw's dtype."""
   rng = np.random.default_rng((draw.seed, 1))
-  params = {
-    "w": rng.normal(size=(IN, OUT)) / 3,
-    "b": rng.normal(size=OUT),
-    "scale": np.array(1.5),
-  }
+  params = {"w": rng.normal(size=(IN, OUT)) / 3, "b": rng.normal(size=OUT), "scale": np.array(1.5)}
   if draw.dtype == "complex64":
     # Small imaginary parts: tanh has a pole at i pi / 2.
     params["w"] = params["w"] + 0.1j * rng.normal(size=(IN, OUT))
@@ -52,9 +46,7 @@ def initial_params(draw) -> dict[str, Any]:
   dtypes = {name: jnp.dtype(draw.dtype) for name in params}
   if draw.dtype == "complex64":
     dtypes["scale"] = jnp.dtype("float32")
-  return {
-    name: np.asarray(x).astype(dtypes[name]) for name, x in params.items()
-  }
+  return {name: np.asarray(x).astype(dtypes[name]) for name, x in params.items()}
 
 
 def initial_carry(draw) -> dict[str, np.ndarray]:
@@ -81,11 +73,7 @@ def cycles_of(draw) -> list[list[Call]]:
     calls: list[Call] = []
     while wanted > 0:
       may_skip = not calls or not calls[-1].skipped
-      fewer = (
-        dataclasses.replace(draw, size=1)
-        if draw.uneven and wanted == 1
-        else draw
-      )
+      fewer = dataclasses.replace(draw, size=1) if draw.uneven and wanted == 1 else draw
       empty = draw.empty and cycle == 1 and (draw.streams or not calls)
       calls.append(_call(fewer, rng, number, empty, may_skip))
       wanted, number = wanted - (not calls[-1].skipped), number + 1
@@ -95,34 +83,24 @@ def cycles_of(draw) -> list[list[Call]]:
   return cycles
 
 
-def _call(
-  draw, rng: np.random.Generator, number: int, empty: bool, may_skip: bool
-) -> Call:
+def _call(draw, rng: np.random.Generator, number: int, empty: bool, may_skip: bool) -> Call:
   """A batch whose microbatches differ: those that hold fewer tokens have larger targets."""
   rows = draw.rows
   x, y = rng.normal(size=(rows, IN)), rng.normal(size=(rows, OUT))
   mask, microbatches = np.ones((rows, OUT)), []
   # As a batch that is filled up at its end: all that the last device has is padding.
-  idle = (
-    draw.parts - 1
-    if draw.padding and draw.parts > 1 and rng.random() < 0.5
-    else None
-  )
+  idle = draw.parts - 1 if draw.padding and draw.parts > 1 and rng.random() < 0.5 else None
   for device, index, of in _places(draw):
     dropped = rng.random()
     y[of] += 3 * dropped
     if draw.weights != "none":
       mask[of] = _tokens(draw, rng, len(of), dropped)
-      mask[of] *= not (
-        empty or device == idle or (draw.padding and rng.random() < 0.3)
-      )
+      mask[of] *= not (empty or device == idle or (draw.padding and rng.random() < 0.3))
     finite = not (draw.nan and may_skip and rng.random() < 0.3)
     if not finite:
       x[of[0], 0] = np.nan
     holds = bool(mask[of].any())
-    microbatches.append(
-      Microbatch(device, index, of, holds and finite, holds and not finite)
-    )
+    microbatches.append(Microbatch(device, index, of, holds and finite, holds and not finite))
   skipped = draw.streams and any(m.skipped for m in microbatches)
   for m in microbatches:
     m.counts = m.counts and not skipped
@@ -130,11 +108,7 @@ def _call(
   if draw.entry == "step+accumulate":
     skipped = not any(m.counts for m in microbatches)
   real = np.float64 if draw.dtype == "float64" else np.float32
-  y = (
-    (y + 1j * rng.normal(size=y.shape)).astype(np.complex64)
-    if "complex" in draw.dtype
-    else y
-  )
+  y = (y + 1j * rng.normal(size=y.shape)).astype(np.complex64) if "complex" in draw.dtype else y
   batch = {
     "x": x.astype(real),
     "y": y if np.iscomplexobj(y) else y.astype(real),
@@ -143,15 +117,11 @@ def _call(
   return Call(number, batch, microbatches, False, skipped)
 
 
-def _tokens(
-  draw, rng: np.random.Generator, rows: int, dropped: float
-) -> np.ndarray:
+def _tokens(draw, rng: np.random.Generator, rows: int, dropped: float) -> np.ndarray:
   """How much each token counts; the first of a row does, of the others so many do not."""
   counted = rng.random((rows, OUT)) >= dropped
   counted[:, 0] = True
-  return counted * (
-    rng.uniform(0.1, 1, (rows, OUT)) if draw.weights == "fractions" else 1.0
-  )
+  return counted * (rng.uniform(0.1, 1, (rows, OUT)) if draw.weights == "fractions" else 1.0)
 
 
 def _places(draw) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -25,9 +25,7 @@ def tpu_topology(chips=8):
     TPU_WORKER_HOSTNAMES="localhost",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
   )
-  return topologies.get_topology_desc(
-    {8: "v5e:2x4", 64: "v5e:8x8"}[chips], platform="tpu"
-  )
+  return topologies.get_topology_desc({8: "v5e:2x4", 64: "v5e:8x8"}[chips], platform="tpu")
 
 
 @functools.cache
@@ -35,9 +33,7 @@ def make_mesh(*shape, axes=("data", "model"), kind=AUTO, platform="cpu"):
   """A mesh of the first devices (all chips of a TPU), with as many of the `axes` as it has."""
   axes = axes[: len(shape)]
   if platform == "tpu":
-    devices = topologies.make_mesh(
-      tpu_topology(math.prod(shape)), shape, axes
-    ).devices
+    devices = topologies.make_mesh(tpu_topology(math.prod(shape)), shape, axes).devices
   else:
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
   return Mesh(devices, axes, axis_types=(kind,) * len(axes))
@@ -57,9 +53,7 @@ def put(tree, mesh, specs=EVERYWHERE):
 def abstract(tree, mesh, specs=EVERYWHERE):
   """The shapes and dtypes of such arrays, to lower with."""
   return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=sharding
-    ),
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     tree,
     shardings(tree, mesh, specs),
   )

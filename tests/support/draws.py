@@ -63,11 +63,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "has_weight": (False, True),  # does the loss return a total and its weight?
   # Does the batch come in two calls of `add`, to one cycle or to two that are merged?
   "arrives": (False, *("one cycle", "merged") * 2),
-}  # fmt: skip
+}
 
-_FIELDS = [
-  (name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()
-]
+_FIELDS = [(name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()]
 _Draw = dataclasses.make_dataclass("_Draw", _FIELDS, frozen=True)
 
 
@@ -77,9 +75,7 @@ class Draw(_Draw):
   def __str__(self) -> str:
     plain = Draw()
     pairs = [(name, getattr(self, name)) for name in CHOICES]
-    return " ".join(
-      f"{k}={v}".replace(" ", "_") for k, v in pairs if v != getattr(plain, k)
-    )
+    return " ".join(f"{k}={v}".replace(" ", "_") for k, v in pairs if v != getattr(plain, k))
 
   @property
   def streams(self) -> bool:
@@ -142,11 +138,7 @@ MEANS = {
   "mesh": lambda d: d.place == "mesh",
   "params": lambda d: (
     d.place == "mesh"
-    or (
-      d.place == "jit"
-      and d.params == "data"
-      and d.entry in ("step", "gradient")
-    )
+    or (d.place == "jit" and d.params == "data" and d.entry in ("step", "gradient"))
   ),
   "boxed": lambda d: d.entry == "linen",
   "opt_state": lambda d: d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data"),
@@ -158,7 +150,9 @@ MEANS = {
   "loop": lambda d: d.place == "one" if d.loop == "python" else d.place != "pmap",
   "wrap": lambda d: d.accumulates and (d.entry != "apply"),
   "differentiable": lambda d: d.accumulates,
-  "uneven": lambda d: d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan",
+  "uneven": lambda d: (
+    d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan"
+  ),
   "padding": lambda d: d.weights != "none",
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
@@ -181,20 +175,18 @@ MEANS = {
   ),
   "spread": lambda d: d.placed and d.mesh in ("auto+model", "explicit+auto model"),
   "has_weight": lambda d: d.weights != "none" and d.reduction == "mean" and not d.streams,
-}  # fmt: skip
+}
 
 # What cannot work, or cannot be compared closely.
 REFUSED = {
   "a second axis takes half of the devices": lambda d: (
-    ("model" in d.mesh and d.devices == 8)
-    or ("fsdp" in d.mesh and d.devices == 1)
+    ("model" in d.mesh and d.devices == 8) or ("fsdp" in d.mesh and d.devices == 1)
   ),
   "parameters are sharded over an axis of the mesh": lambda d: any(
     axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
   ),
   "line searches need value_fn, which is a train step's, of all rows of a cycle": lambda d: (
-    d.optimizer in ("linesearch", "lbfgs")
-    and (not d.steps or (d.accumulates and d.every_k != 1))
+    d.optimizer in ("linesearch", "lbfgs") and (not d.steps or (d.accumulates and d.every_k != 1))
   ),
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
     (d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh)
@@ -204,25 +196,20 @@ REFUSED = {
     d.optimizer == "adafactor" and "explicit" in d.mesh and d.params != "whole"
   ),
   "a cubic line search magnifies rounding": lambda d: (
-    d.optimizer == "lbfgs"
-    and (d.dtype != "float64" or d.accumulator_dtype != "default")
+    d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
   ),
   "a group has not all parameters": lambda d: (
-    d.wrap == "partition"
-    and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
+    d.wrap == "partition" and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
   ),
   "their steps are not smooth in the gradient, or they have no complex form": lambda d: (
-    d.dtype in ("bfloat16", "complex64")
-    and d.optimizer not in ("sgd", "momentum", "masked")
+    d.dtype in ("bfloat16", "complex64") and d.optimizer not in ("sgd", "momentum", "masked")
   ),
 }
 
 # What is known to be wrong, until it is fixed: delete the line, and it is drawn.
 KNOWN = {
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
-    d.place == "mesh"
-    and d.mesh.startswith("explicit")
-    and d.optimizer == "adafactor"
+    d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"
   )
 }
 
@@ -255,9 +242,7 @@ def parsed(line: str) -> Draw:
   chosen = {}
   for pair in line.split():
     name, _, text = pair.partition("=")
-    chosen[name] = next(
-      x for x in CHOICES[name] if str(x).replace(" ", "_") == text
-    )
+    chosen[name] = next(x for x in CHOICES[name] if str(x).replace(" ", "_") == text)
   return Draw(**chosen)
 
 
@@ -267,9 +252,7 @@ def shrunk(draw: Draw, fails: Any) -> Draw:
     for choice in dict.fromkeys(of):
       if choice == getattr(draw, name):
         break
-      plainer = plainest_where_meaningless(
-        dataclasses.replace(draw, **{name: choice})
-      )
+      plainer = plainest_where_meaningless(dataclasses.replace(draw, **{name: choice}))
       if is_drawn(plainer) and fails(plainer):
         draw = plainer
         break

@@ -29,9 +29,7 @@ class Training:
   def call(self):
     if self.draw.streams:
       return self.stream
-    return {"gradient": self.gradient, "linen": self.linen}.get(
-      self.draw.entry, self.step
-    )
+    return {"gradient": self.gradient, "linen": self.linen}.get(self.draw.entry, self.step)
 
   @functools.cached_property
   def train_step(self):
@@ -41,12 +39,8 @@ class Training:
       if "fsdp" in draw.mesh:
         options["data_axis"] = ("data", "fsdp")
     if draw.entry == "linen":
-      return linen_train_step(
-        self.variables_loss, donate=draw.donate, **options
-      )
-    return make_train_step(
-      self.model.loss, self.tx, donate=draw.donate, **options
-    )
+      return linen_train_step(self.variables_loss, donate=draw.donate, **options)
+    return make_train_step(self.model.loss, self.tx, donate=draw.donate, **options)
 
   def variables_loss(self, variables, batch, rngs):
     return self.model.loss(nn.unbox(variables["params"]), batch)
@@ -55,9 +49,7 @@ class Training:
     if self.draw.arrives:
       return self.two_calls(params, state, carry, batch, key)
     args, kwargs = self.model.arguments(batch, carry, key)
-    params, state, *new_carry, metrics = self.train_step(
-      params, state, *args, **kwargs
-    )
+    params, state, *new_carry, metrics = self.train_step(params, state, *args, **kwargs)
     return params, state, new_carry[0] if new_carry else carry, metrics
 
   def two_calls(self, params, state, carry, batch, key):
@@ -85,9 +77,7 @@ class Training:
     args, kwargs = self.model.arguments(batch, carry, key)
     options = self.model.options()
     has_aux = options.pop("has_aux", False)
-    value_and_grad = microbatch_value_and_grad(
-      self.model.loss, has_aux=has_aux, **options
-    )
+    value_and_grad = microbatch_value_and_grad(self.model.loss, has_aux=has_aux, **options)
     value, grads, *stats = value_and_grad(params, *args, **kwargs)
     metrics = stats[0]._asdict() if stats else {}
     if self.draw.carry:
@@ -96,19 +86,12 @@ class Training:
     elif has_aux:
       value, metrics["aux"] = value
     updates, state = self.tx.update(grads, state, params, value=value)
-    return (
-      optax.apply_updates(params, updates),
-      state,
-      carry,
-      {"loss": value, **metrics},
-    )
+    return optax.apply_updates(params, updates), state, carry, {"loss": value, **metrics}
 
   def stream(self, params, state, carry, batch, key, flush):
     given = params
     if self.draw.place == "shard_map":
-      given = jax.tree.map(
-        lambda x: jax.lax.pcast(x, "data", to="varying"), params
-      )
+      given = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
     value, grads = jax.value_and_grad(self.model.loss)(given, batch)
     extra_args = {"flush": flush} if self.draw.flush else {}
     if self.draw.weights != "none":
@@ -129,15 +112,9 @@ def _parts(draw, batch):
   size = draw.full_size // draw.parts
   full = rows.shape[1] // size
   each = rows[:, : full * size].reshape(draw.parts, size, full)
-  first, second = (
-    x.reshape(draw.parts, -1) for x in np.split(each, [(full + 1) // 2], axis=2)
-  )
+  first, second = (x.reshape(draw.parts, -1) for x in np.split(each, [(full + 1) // 2], axis=2))
   second = np.concatenate([second, rows[:, full * size :]], axis=1)
-  return [
-    jax.tree.map(lambda x, of=of: x[of.ravel()], batch)
-    for of in (first, second)
-    if of.size
-  ]
+  return [jax.tree.map(lambda x, of=of: x[of.ravel()], batch) for of in (first, second) if of.size]
 
 
 def _wrapped(draw, inner):
@@ -148,9 +125,7 @@ def _wrapped(draw, inner):
   if draw.streams:
     options["skip_fn"] = optax.skip_not_finite if draw.nan else None
     options["axis_name"] = "data" if draw.local else None
-  every_k = (
-    (lambda step: 1 + step % 3) if draw.every_k == "schedule" else draw.every_k
-  )
+  every_k = (lambda step: 1 + step % 3) if draw.every_k == "schedule" else draw.every_k
   tx = accumulate(inner, every_k, **options)
   if draw.wrap == "chain":
     return optax.chain(optax.identity(), tx)

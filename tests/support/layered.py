@@ -18,10 +18,7 @@ BOTH = P(AXES[:2])
 
 def init_params():
   rng = np.random.default_rng(0)
-  layers = {
-    "w": rng.normal(size=(3, WIDTH, WIDTH)) / 3,
-    "b": rng.normal(size=(3, WIDTH)),
-  }
+  layers = {"w": rng.normal(size=(3, WIDTH, WIDTH)) / 3, "b": rng.normal(size=(3, WIDTH))}
   table, head = rng.normal(size=(WORDS, WIDTH)), rng.normal(size=(WIDTH, WORDS))
   return {"table": table, "layers": layers, "head": head}
 
@@ -30,18 +27,14 @@ def make_batch(empty=()):
   """Padded text, whose last rows have few valid words."""
   rng = np.random.default_rng(1)
   words = rng.integers(0, WORDS, size=(ROWS, 6))
-  mask = (rng.random((ROWS, 5)) < np.linspace(1.0, 0.2, ROWS)[:, None]).astype(
-    np.float64
-  )
+  mask = (rng.random((ROWS, 5)) < np.linspace(1.0, 0.2, ROWS)[:, None]).astype(np.float64)
   mask[list(empty)] = 0
   return {"words": words, "mask": mask}
 
 
 def losses_of(params, batch, key=None, gathers=True):
   """Without gathers it works beside a third automatic axis too, where XLA ends the process."""
-  one_hot = functools.partial(
-    jax.nn.one_hot, num_classes=WORDS, dtype=params["table"].dtype
-  )
+  one_hot = functools.partial(jax.nn.one_hot, num_classes=WORDS, dtype=params["table"].dtype)
   words = batch["words"][:, :-1]
   h = params["table"][words] if gathers else one_hot(words) @ params["table"]
   if key is not None:
@@ -59,15 +52,11 @@ def losses_of(params, batch, key=None, gathers=True):
 
 
 def loss_fn(params, batch):
-  return jnp.sum(losses_of(params, batch) * batch["mask"]) / jnp.sum(
-    batch["mask"]
-  )
+  return jnp.sum(losses_of(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def without_gathers(params, batch):
-  return jnp.sum(
-    losses_of(params, batch, None, False) * batch["mask"]
-  ) / jnp.sum(batch["mask"])
+  return jnp.sum(losses_of(params, batch, None, False) * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def valid(batch):
@@ -92,7 +81,5 @@ def over_fsdp(tree, mesh):
 @functools.cache
 def whole_batch(empty=()):
   step, tx = oracle.whole_batch_step(loss_fn, optimizer()), optimizer()
-  params, _, loss = oracle.take_steps(
-    step, tx, init_params(), [make_batch(empty)] * 3
-  )
+  params, _, loss = oracle.take_steps(step, tx, init_params(), [make_batch(empty)] * 3)
   return params, loss

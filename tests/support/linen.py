@@ -51,13 +51,9 @@ class Annotated(nn.Module):
       return self.param(name, init, (x.shape[-1], 8), x.dtype)
 
     x = jnp.tanh(x @ kernel("fsdp", nn.with_partitioning, None, "data"))
-    x = jnp.tanh(
-      x @ kernel("logical", nn.with_logical_partitioning, "embed", None)
-    )
+    x = jnp.tanh(x @ kernel("logical", nn.with_logical_partitioning, "embed", None))
     own = {"rules": (("own", "data"),)}
-    x = jnp.tanh(
-      x @ kernel("own", nn.with_logical_partitioning, None, "own", **own)
-    )
+    x = jnp.tanh(x @ kernel("own", nn.with_logical_partitioning, None, "own", **own))
     x = nn.with_logical_constraint(x, ("rows", None))
     self.count("whole", x, None)
     x = jnp.tanh(x @ kernel("tensor", nn.with_partitioning, None, "model"))
@@ -94,9 +90,7 @@ def make_state(model, batch, tx=None, freeze=lambda x: x):
 
 def mean_loss(logits, batch):
   each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-  return jnp.sum(each * batch["weight"]) / jnp.maximum(
-    jnp.sum(batch["weight"]), 1
-  )
+  return jnp.sum(each * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1)
 
 
 def total(batch):

@@ -47,6 +47,4 @@ def _multiplications(run):
 
 def _dims(shape):
   """The sizes of ``bf16[8,128]{1,0}``."""
-  return [
-    int(n) for n in re.findall(r"\d+", hlo.arrays(shape)[0].split("[")[1])
-  ]
+  return [int(n) for n in re.findall(r"\d+", hlo.arrays(shape)[0].split("[")[1])]

@@ -65,12 +65,7 @@ def loss_of(each):
 @functools.cache
 def plain_params():
   rng = np.random.default_rng(1)
-  shapes = {
-    "w": (WIDTH, WIDTH),
-    "u": (WIDTH, WIDTH),
-    "b": (WIDTH,),
-    "v": (WIDTH,),
-  }
+  shapes = {"w": (WIDTH, WIDTH), "u": (WIDTH, WIDTH), "b": (WIDTH,), "v": (WIDTH,)}
   return {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()}
 
 
@@ -102,10 +97,7 @@ def add_module(name):
 
     def params():
       tree, _ = made()
-      return {
-        "module": jax.tree.map(np.asarray, tree),
-        "v": plain_params()["v"],
-      }
+      return {"module": jax.tree.map(np.asarray, tree), "v": plain_params()["v"]}
 
     def each(params, batch):
       return error(params, made()[1](params["module"], batch["x"]), batch)
@@ -138,9 +130,7 @@ def cell(params, h, x):
 @add("scan from zeros")
 def scan(params, batch):
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  h, _ = lax.scan(
-    lambda h, x: (cell(params, h, x), None), start, in_time(batch)
-  )
+  h, _ = lax.scan(lambda h, x: (cell(params, h, x), None), start, in_time(batch))
   return error(params, h, batch)
 
 
@@ -166,11 +156,7 @@ def while_loop(params, batch):
 def fori_loop(params, batch):
   x = in_time(batch)
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  return error(
-    params,
-    lax.fori_loop(0, TIMES, lambda i, h: cell(params, h, x[i]), start),
-    batch,
-  )
+  return error(params, lax.fori_loop(0, TIMES, lambda i, h: cell(params, h, x[i]), start), batch)
 
 
 def of_row(params, row):
@@ -180,9 +166,7 @@ def of_row(params, row):
 @add("cond with a constant")
 def cond(params, batch):
   def one(row):
-    return lax.cond(
-      row["y"] > 0.5, lambda: of_row(params, row), lambda: jnp.zeros(())
-    )
+    return lax.cond(row["y"] > 0.5, lambda: of_row(params, row), lambda: jnp.zeros(()))
 
   return lax.map(one, batch)
 
@@ -219,9 +203,7 @@ def checkpointed_scan(params, batch):
 def gradient_penalty(params, batch):
   def out(x):
     start = jnp.zeros(x.shape[1:])
-    h, _ = lax.scan(
-      lambda h, x: (jnp.sin(h + dense(params, x)), None), start, x
-    )
+    h, _ = lax.scan(lambda h, x: (jnp.sin(h + dense(params, x)), None), start, x)
     return jnp.sum(h @ params["v"])
 
   g = jax.grad(out)(in_time(batch))
@@ -283,12 +265,7 @@ def of_host(x):
   """Rounded by NumPy, to integers: a callback runs in a thread that may not have float64."""
   like = jax.ShapeDtypeStruct(x.shape, np.int32)
   rounded = lambda x: np.rint(8 * np.asarray(x)).astype(np.int32)  # noqa: E731
-  return (
-    jax.pure_callback(rounded, like, x, vmap_method="expand_dims").astype(
-      x.dtype
-    )
-    / 8
-  )
+  return jax.pure_callback(rounded, like, x, vmap_method="expand_dims").astype(x.dtype) / 8
 
 
 of_host.defvjp(lambda x: (of_host(x), x), lambda x, g: (g * jnp.cos(x),))
@@ -304,17 +281,13 @@ def callback(params, batch):
 
 def definite(params, batch):
   x = batch["x"]
-  return jnp.einsum("rti,rtj->rij", x, x) / TIMES + (
-    params["w"] @ params["w"].T + jnp.eye(WIDTH)
-  )
+  return jnp.einsum("rti,rtj->rij", x, x) / TIMES + (params["w"] @ params["w"].T + jnp.eye(WIDTH))
 
 
 @add("Cholesky, triangular solve", usual_promotion=True)
 def cholesky(params, batch):
   lower = jnp.linalg.cholesky(definite(params, batch))
-  right = jnp.broadcast_to(
-    params["b"][None, :, None], (len(batch["x"]), WIDTH, 1)
-  )
+  right = jnp.broadcast_to(params["b"][None, :, None], (len(batch["x"]), WIDTH, 1))
   solved = lax.linalg.triangular_solve(lower, right, left_side=True, lower=True)
   return error(params, solved[..., 0], batch)
 
@@ -322,9 +295,7 @@ def cholesky(params, batch):
 @add("conjugate gradients", usual_promotion=True)
 def conjugate_gradients(params, batch):
   def one(a):
-    solved, _ = jax.scipy.sparse.linalg.cg(
-      lambda x: a @ x, params["b"], tol=1e-15, maxiter=40
-    )
+    solved, _ = jax.scipy.sparse.linalg.cg(lambda x: a @ x, params["b"], tol=1e-15, maxiter=40)
     return solved
 
   return error(params, jax.vmap(one)(definite(params, batch)), batch)
@@ -335,11 +306,7 @@ def ode(params, batch):
   def one(params, row):
     field = lambda h, t, params: jnp.tanh(h @ params["w"]) - t * h  # noqa: E731
     times = jnp.array([0.0, 0.5])
-    return error(
-      params,
-      odeint(field, row["x"][0], times, params, rtol=1e-10, atol=1e-10)[-1],
-      row,
-    )
+    return error(params, odeint(field, row["x"][0], times, params, rtol=1e-10, atol=1e-10)[-1], row)
 
   return lax.map(functools.partial(one, params), batch)
 
@@ -349,11 +316,7 @@ def ctc(params, batch):
   logits = jnp.einsum("rti,ij->rtj", batch["x"], params["w"][:, :CLASSES])
   none = jnp.zeros
   return optax.ctc_loss(
-    logits,
-    none(logits.shape[:2]),
-    batch["label"],
-    none(batch["label"].shape),
-    blank_id=0,
+    logits, none(logits.shape[:2]), batch["label"], none(batch["label"].shape), blank_id=0
   )
 
 
@@ -383,23 +346,16 @@ add_module("linen LSTM")(functools.partial(linen_rnn, nn.OptimizedLSTMCell))
 class Layer(nn.Module):
   @nn.compact
   def __call__(self, x, _):
-    return x + nn.tanh(nn.Dense(WIDTH, param_dtype=np.float64)(x)), jnp.zeros(
-      ()
-    )
+    return x + nn.tanh(nn.Dense(WIDTH, param_dtype=np.float64)(x)), jnp.zeros(())
 
 
 @add_module("linen, scanned layers under remat")
 def linen_layers():
   scanned = nn.scan(
-    nn.remat(Layer),
-    variable_axes={"params": 0},
-    split_rngs={"params": True},
-    length=3,
+    nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
   )
   module = scanned()
-  params = jax.jit(module.init, static_argnums=2)(
-    jax.random.key(0), jnp.zeros((1, WIDTH)), None
-  )
+  params = jax.jit(module.init, static_argnums=2)(jax.random.key(0), jnp.zeros((1, WIDTH)), None)
   return params, lambda params, x: module.apply(params, jnp.mean(x, 1), None)[0]
 
 

@@ -18,14 +18,9 @@ def batches(rows, count=12):
   """Microbatches of the page's data, of which each counts as many rows as `rows` says, in turn."""
   made = PAGE.run()
   x, y = made["x"], made["y"]
-  masks = [
-    (np.arange(16) < rows[i % len(rows)]).astype(np.float32)
-    for i in range(count)
-  ]
+  masks = [(np.arange(16) < rows[i % len(rows)]).astype(np.float32) for i in range(count)]
   cuts = [slice(16 * i, 16 * i + 16) for i in range(count)]
-  return [
-    {"x": x[c], "y": y[c], "mask": m} for c, m in zip(cuts, masks, strict=True)
-  ]
+  return [{"x": x[c], "y": y[c], "mask": m} for c, m in zip(cuts, masks, strict=True)]
 
 
 EVEN = batches([16])
@@ -47,12 +42,7 @@ class Pair:
       blocks.append(after)
     *own, self._before, self._after = blocks
     self._shared = [*shared, *own]
-    self.section, self.trained, self.logits_fn, self.tx = (
-      section,
-      trained,
-      logits_fn,
-      tx,
-    )
+    self.section, self.trained, self.logits_fn, self.tx = section, trained, logits_fn, tx
 
   def before(self, batches):
     return self._run(batches, self._before)
@@ -70,18 +60,14 @@ class Pair:
       params = [jnp.asarray(p, np.float64) for p in start]
       state = self.tx.init(params)
       for i in range(0, len(batches), K):
-        cycle = jax.tree.map(
-          lambda *parts: np.concatenate(parts), *batches[i : i + K]
-        )
+        cycle = jax.tree.map(lambda *parts: np.concatenate(parts), *batches[i : i + K])
         grads = jax.grad(self._loss)(params, cycle)
         updates, state = self.tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
       return start, jax.device_get(params)
 
   def _loss(self, params, batch):
-    chances = jax.nn.log_softmax(
-      self.logits_fn(params, batch["x"].astype(np.float64))
-    )
+    chances = jax.nn.log_softmax(self.logits_fn(params, batch["x"].astype(np.float64)))
     losses = -chances[np.arange(len(batch["y"])), batch["y"]]
     return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
 
@@ -100,9 +86,7 @@ def assert_a_pair(pair, *columns):
 
 def told_errors(section):
   """What the page's table says of a section, by column."""
-  row = re.search(
-    rf"^\| {re.escape(section)} \|(.*)\|(.*)\|$", PAGE.opening, re.MULTILINE
-  )
+  row = re.search(rf"^\| {re.escape(section)} \|(.*)\|(.*)\|$", PAGE.opening, re.MULTILINE)
   return {"uneven": row[1].strip(), "cut short": row[2].strip()}
 
 

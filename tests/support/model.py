@@ -7,17 +7,9 @@ from jax.sharding import PartitionSpec as P
 from support import cycles, plain
 
 # How a batch is passed.
-POSITIONAL = {
-  "one": ["batch"],
-  "two": ["x", "rest"],
-  "named": [],
-  "mixed": ["x"],
-}
+POSITIONAL = {"one": ["batch"], "two": ["x", "rest"], "named": [], "mixed": ["x"]}
 NAMED = {"one": [], "two": [], "named": ["batch"], "mixed": ["rest"]}
-AUX = {
-  name: name
-  for name in ("mean", "sum", "max", "min", "last", "stack", "concat")
-}
+AUX = {name: name for name in ("mean", "sum", "max", "min", "last", "stack", "concat")}
 AUX["constant"] = "last"
 
 
@@ -27,23 +19,14 @@ class Model:
   def __init__(self, draw):
     self.draw = draw
     self.positional = [*POSITIONAL[draw.batch]]
-    self.positional += ["key"] * (draw.key in ("typed", "raw")) + [
-      "carry"
-    ] * draw.carry
+    self.positional += ["key"] * (draw.key in ("typed", "raw")) + ["carry"] * draw.carry
     self.positional += ["further"] * (draw.further != "none")
 
   def unpacked(self, args, kwargs):
     """The arguments of the loss after the parameters, by name."""
     named = dict(zip(self.positional, args, strict=False)) | kwargs
-    batch = (
-      named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
-    )
-    return (
-      batch,
-      named.get("key"),
-      named.get("carry"),
-      named.get("further", 1.0),
-    )
+    batch = named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
+    return batch, named.get("key"), named.get("carry"), named.get("further", 1.0)
 
   def loss(self, params, *args, **kwargs):
     batch, key, carry, further = self.unpacked(args, kwargs)
@@ -60,10 +43,7 @@ class Model:
     aux = self.aux(batch, size)
     if carry is not None:
       rows, mean = batch["x"].shape[0], jnp.mean(batch["x"][:, 0])
-      new = {
-        "mean": 0.5 * carry["mean"] + 0.5 * mean,
-        "seen": carry["seen"] + rows,
-      }
+      new = {"mean": 0.5 * carry["mean"] + 0.5 * mean, "seen": carry["seen"] + rows}
       return loss, (new, aux)
     return loss if aux is None else (loss, aux)
 
@@ -83,9 +63,7 @@ class Model:
     if self.draw.reduction == "sum":
       total = total * cycles.sum_scale(self.draw)
     # A stream of weighted gradients is one of means: a weight times a mean is a sum.
-    is_mean = self.draw.reduction == "mean" or (
-      self.draw.streams and self.draw.weights != "none"
-    )
+    is_mean = self.draw.reduction == "mean" or (self.draw.streams and self.draw.weights != "none")
     if self.draw.has_weight:
       is_mean = False
     return jnp.abs(out), total / jnp.sum(mask) if is_mean else total
@@ -115,9 +93,7 @@ class Model:
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
     out = {"reduction": draw.reduction}
     if draw.tail or draw.arrives:
-      out["microbatch_size"] = draw.full_size // (
-        draw.devices if draw.local else 1
-      )
+      out["microbatch_size"] = draw.full_size // (draw.devices if draw.local else 1)
     else:
       out["num_microbatches"] = draw.microbatches
     if draw.batch != "one":
@@ -146,13 +122,7 @@ class Model:
   def arguments(self, batch, carry, key):
     """What follows the parameters in a call of the loss function."""
     rest = {"y": batch["y"], "mask": batch["mask"]}
-    named = {
-      "batch": batch,
-      "x": batch["x"],
-      "rest": rest,
-      "carry": carry,
-      "key": key,
-    }
+    named = {"batch": batch, "x": batch["x"], "rest": rest, "carry": carry, "key": key}
     named["further"] = cycles.FURTHER
     if self.draw.further == "array":
       named["further"] = jnp.asarray(cycles.FURTHER, batch["x"].dtype)

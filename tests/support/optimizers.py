@@ -27,13 +27,8 @@ def relaxed(tx):
   """`tx` with JAX's usual promotion: optax's own code promotes (Adam's bias correction does)."""
 
   def update(updates, state, params=None, **extra_args):
-    with (
-      jax.numpy_dtype_promotion("standard"),
-      jax.numpy_rank_promotion("allow"),
-    ):
-      return optax.with_extra_args_support(tx).update(
-        updates, state, params, **extra_args
-      )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -45,9 +40,7 @@ def loss_elsewhere():
     value = value_fn(jax.tree.map(lambda x: x + x, params))
     return jax.tree.map(jnp.zeros_like, updates), value
 
-  return optax.GradientTransformationExtraArgs(
-    lambda params: jnp.zeros(()), update
-  )
+  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
 def with_loss_elsewhere(tx):
@@ -55,9 +48,7 @@ def with_loss_elsewhere(tx):
 
   def update(updates, state, params, *, value_fn, **extra_args):
     value = value_fn(jax.tree.map(lambda x: x + x, params))
-    updates, inner = tx.update(
-      updates, state[0], params, value_fn=value_fn, **extra_args
-    )
+    updates, inner = tx.update(updates, state[0], params, value_fn=value_fn, **extra_args)
     return updates, (inner, value)
 
   def init(params):

@@ -41,9 +41,7 @@ def hand_written(loss_fn, n):
 
   def value_and_grad(params, batch):
     def body(total, part):
-      return jax.tree.map(
-        jnp.add, total, jax.value_and_grad(loss_fn)(params, part)
-      ), None
+      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
 
     start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     total, _ = lax.scan(body, start, trees.blocks(batch, n))

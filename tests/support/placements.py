@@ -21,13 +21,11 @@ def mesh_of(draw):
   shape, axes, kinds = (draw.devices,), ("data",), [kinds]
   if second:
     *other, name = second.split()
-    shape, axes = ((draw.devices, 2), ("data", "model"))
+    shape, axes = (draw.devices, 2), ("data", "model")
     if name == "fsdp":
       shape, axes = (draw.devices // 2, 2), ("data", "fsdp")
     kinds += other or kinds
-  types = tuple(
-    devices.EXPLICIT if kind == "explicit" else devices.AUTO for kind in kinds
-  )
+  types = tuple(devices.EXPLICIT if kind == "explicit" else devices.AUTO for kind in kinds)
   those = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
   return jax.sharding.Mesh(those, axes, axis_types=types)
 
@@ -47,22 +45,13 @@ def run(draw, all_cycles):
   with jax.enable_x64(draw.dtype == "float64"):
     training = Training(draw, mesh_of(draw))
     params = jax.tree.map(jnp.asarray, cycles.initial_params(draw))
-    carry = (
-      jax.tree.map(jnp.asarray, cycles.initial_carry(draw))
-      if draw.carry
-      else None
-    )
+    carry = jax.tree.map(jnp.asarray, cycles.initial_carry(draw)) if draw.carry else None
     calls = [call for calls in all_cycles for call in calls]
     inputs = [(c.batch, _key(draw, c), jnp.asarray(c.flush)) for c in calls]
-    place = {"shard_map": _in_shard_map, "pmap": _in_pmap}.get(
-      draw.place, _outside
-    )
+    place = {"shard_map": _in_shard_map, "pmap": _in_pmap}.get(draw.place, _outside)
     call, params, state, inputs, plainly = place(training, params, inputs)
     scanned = _scanned if draw.loop == "scan" else _looped
-    return [
-      _held(draw, plainly(h))
-      for h in scanned(call, (params, state, carry), inputs)
-    ]
+    return [_held(draw, plainly(h)) for h in scanned(call, (params, state, carry), inputs)]
 
 
 def _key(draw, call):
@@ -95,27 +84,17 @@ def _outside(training, params, inputs):
     call = jax.jit(call)
   if draw.place == "one":
     params = _boxed(draw, params)
-    return (
-      call,
-      params,
-      trees.strong(training.tx.init(params)),
-      inputs,
-      lambda held: held,
-    )
+    return call, params, trees.strong(training.tx.init(params)), inputs, lambda held: held
   mesh = training.mesh
   params = _boxed(draw, devices.put(params, mesh, SPECS[draw.params]))
   state = trees.strong(training.tx.init(params))
   if draw.opt_state == "data":
-    state = jax.tree.map(
-      lambda x: devices.put(x, mesh, _rows_of_weights(x)), state
-    )
+    state = jax.tree.map(lambda x: devices.put(x, mesh, _rows_of_weights(x)), state)
   if draw.opt_state == "whole":
     state = devices.put(state, mesh)
   if draw.place == "jit" or draw.placed:
     rows = P(("data", "model")) if draw.spread else P("data")
-    inputs = [
-      (devices.put(batch, mesh, rows), *rest) for batch, *rest in inputs
-    ]
+    inputs = [(devices.put(batch, mesh, rows), *rest) for batch, *rest in inputs]
   if draw.place == "jit":
     state = jax.tree.map(lambda x: _on(x, mesh), state)
   return call, params, state, inputs, lambda held: held
@@ -130,9 +109,7 @@ def _boxed(draw, params):
     names = tuple(spec) + (None,) * (x.ndim - len(spec))
     return nn.Partitioned(x, names) if x.ndim else x
 
-  return jax.tree.map(
-    box, params, jax.tree.broadcast(SPECS[draw.params], params)
-  )
+  return jax.tree.map(box, params, jax.tree.broadcast(SPECS[draw.params], params))
 
 
 def _rows_of_weights(x):
@@ -165,29 +142,16 @@ def _in_shard_map(training, params, inputs):
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
   # where they are after a step, so that one step is compiled
   params = devices.put(params, mesh)
-  return (
-    jax.jit(mapped),
-    params,
-    trees.strong(jax.jit(init)(params)),
-    inputs,
-    lambda held: held,
-  )
+  return jax.jit(mapped), params, trees.strong(jax.jit(init)(params)), inputs, lambda held: held
 
 
 def _in_pmap(training, params, inputs):
   """Every device's copy of what it holds; the results must be the same on all."""
   count = training.draw.devices
   in_axes = (0, 0, 0, 0, None, None)
-  mapped = jax.pmap(
-    training.call,
-    axis_name="data",
-    in_axes=in_axes,
-    devices=jax.devices()[:count],
-  )
+  mapped = jax.pmap(training.call, axis_name="data", in_axes=in_axes, devices=jax.devices()[:count])
 
-  copies = jax.pmap(
-    lambda _, tree: tree, in_axes=(0, None), devices=jax.devices()[:count]
-  )
+  copies = jax.pmap(lambda _, tree: tree, in_axes=(0, None), devices=jax.devices()[:count])
   copies = functools.partial(copies, np.zeros(count))
 
   def call(params, state, carry, batch, key, flush):
@@ -206,16 +170,12 @@ def _of_all_devices(held):
   """What all devices hold alike, of one of them."""
   params, state, carry, metrics = held
   same = {name: x for name, x in metrics.items() if name != "aux"}
-  params, state, carry, same = jax.tree.map(
-    _of_one, (params, _shared(state), carry, same)
-  )
+  params, state, carry, same = jax.tree.map(_of_one, (params, _shared(state), carry, same))
   return params, state, carry, metrics | same
 
 
 def _of_one(x):
-  np.testing.assert_array_equal(
-    x, np.broadcast_to(x[0], x.shape), "The devices disagree"
-  )
+  np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape), "The devices disagree")
   return x[0]
 
 
@@ -225,9 +185,7 @@ def _accumulates(x):
 
 def _map_states(fun, state):
   """An optimizer state with every state of `accumulate` in it replaced."""
-  return jax.tree.map(
-    lambda x: fun(x) if _accumulates(x) else x, state, is_leaf=_accumulates
-  )
+  return jax.tree.map(lambda x: fun(x) if _accumulates(x) else x, state, is_leaf=_accumulates)
 
 
 def _shared(state):
@@ -242,10 +200,7 @@ def _held(draw, held):
   aux = {} if aux is None else aux if draw.aux == "all" else {draw.aux: aux}
   if draw.place == "pmap":
     of_all = ("stack", "concat")  # every device's own, one after the other
-    aux = {
-      k: np.concatenate(list(x)) if k in of_all else _of_one(x)
-      for k, x in aux.items()
-    }
+    aux = {k: np.concatenate(list(x)) if k in of_all else _of_one(x) for k, x in aux.items()}
   aux = {f"aux {name}": x for name, x in aux.items()}
   inner = _map_states(lambda x: x.inner_opt_state, state)
   held = {"params": params, "state": inner, **metrics, **aux}

@@ -33,18 +33,11 @@ def rows_of(draw, call, carry, chosen):
 def join(batches):
   """Batches as one; `None` is a batch without rows."""
   batches = [b for b in batches if b is not None]
-  return (
-    {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
-    if batches
-    else None
-  )
+  return {k: np.concatenate([b[k] for b in batches]) for k in batches[0]} if batches else None
 
 
 def predict(params, batch, tanh=np.tanh):
-  return (
-    params["scale"] * tanh(batch["x"] @ params["w"] + params["b"])
-    + batch["offset"]
-  )
+  return params["scale"] * tanh(batch["x"] @ params["w"] + params["b"]) + batch["offset"]
 
 
 def loss_of(draw, params, batch, xp=np):
@@ -52,27 +45,15 @@ def loss_of(draw, params, batch, xp=np):
   further = 1.0 if draw.further == "none" else cycles.FURTHER
   error = further * xp.abs(predict(params, batch, xp.tanh) - batch["y"]) ** 2
   total = xp.sum(error * batch["mask"])
-  return (
-    total / xp.sum(batch["mask"])
-    if draw.reduction == "mean"
-    else total * sum_scale(draw)
-  )
+  return total / xp.sum(batch["mask"]) if draw.reduction == "mean" else total * sum_scale(draw)
 
 
 def gradient(draw, params, batch):
   """The derivative of `loss_of`, written out. Complex ones have JAX's sign: dL/dx - i dL/dy."""
   t = np.tanh(batch["x"] @ params["w"] + params["b"])
-  scale = (
-    1 / batch["mask"].sum() if draw.reduction == "mean" else sum_scale(draw)
-  )
+  scale = 1 / batch["mask"].sum() if draw.reduction == "mean" else sum_scale(draw)
   further = 1.0 if draw.further == "none" else cycles.FURTHER
-  d_out = (
-    2
-    * further
-    * scale
-    * batch["mask"]
-    * np.conj(predict(params, batch) - batch["y"])
-  )
+  d_out = 2 * further * scale * batch["mask"] * np.conj(predict(params, batch) - batch["y"])
   d_z = d_out * params["scale"] * (1 - t**2)
   d_scale = np.sum(d_out * t).real
   return {"w": batch["x"].T @ d_z, "b": d_z.sum(0), "scale": d_scale}
@@ -88,21 +69,13 @@ def offsets_and_carries(draw, call, carry):
     offset = np.zeros(cycles.OUT)
     if draw.key != "none":
       of_device = 1 + max(m.index for m in call.microbatches)
-      key = jax.random.fold_in(
-        cycles.key_of(draw, call), m.device * of_device + m.index
-      )
-      offset = offset + 0.25 * np.asarray(
-        jax.random.uniform(key, (cycles.OUT,), jnp.float32)
-      )
+      key = jax.random.fold_in(cycles.key_of(draw, call), m.device * of_device + m.index)
+      offset = offset + 0.25 * np.asarray(jax.random.uniform(key, (cycles.OUT,), jnp.float32))
     if draw.carry:
       mean, seen = held.get(m.device, (carry["mean"], carry["seen"]))
       offset = offset + mean
       x = call.batch["x"][m.rows, 0].astype(np.float64)
-      new = (
-        (0.5 * mean + 0.5 * x.mean(), seen + len(m.rows))
-        if m.counts
-        else (mean, seen)
-      )
+      new = (0.5 * mean + 0.5 * x.mean(), seen + len(m.rows)) if m.counts else (mean, seen)
       held[m.device] = new
     offsets.append(offset)
   return offsets, held
@@ -114,11 +87,7 @@ def next_carry(draw, call, carry):
     return carry
   _, held = offsets_and_carries(draw, call, carry)
   weights = [
-    sum(
-      weight_of(call, m)
-      for m in call.microbatches
-      if m.device == device and m.counts
-    )
+    sum(weight_of(call, m) for m in call.microbatches if m.device == device and m.counts)
     for device in held
   ]
   if not any(weights):
@@ -154,10 +123,7 @@ def aux_of(draw, call, params, carry):
   order = np.concatenate([m.rows for m in call.microbatches])
   at = {id(m): np.isin(order, m.rows) for m in call.microbatches}
   weights = [weight_of(call, m) for m in counted]
-  means = [
-    np.average(size[at[id(m)]], weights=call.batch["mask"][m.rows])
-    for m in counted
-  ]
+  means = [np.average(size[at[id(m)]], weights=call.batch["mask"][m.rows]) for m in counted]
   last = max(counted, key=lambda m: (m.device, m.index))
   return {
     "aux mean": np.average(means, weights=weights),
@@ -174,18 +140,13 @@ def aux_of(draw, call, params, carry):
 def optimizer_of(name, by_group):
   """An optimizer by its name, or one for each group of parameters."""
   inner = DRAWN[name]()
-  return relaxed(
-    optax.partition({"a": inner, "s": inner}, GROUPS) if by_group else inner
-  )
+  return relaxed(optax.partition({"a": inner, "s": inner}, GROUPS) if by_group else inner)
 
 
 def wide(tree):
   """Arrays in float64, or complex128."""
   return jax.tree.map(
-    lambda x: np.asarray(
-      x, np.complex128 if np.iscomplexobj(x) else np.float64
-    ),
-    tree,
+    lambda x: np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64), tree
   )
 
 
@@ -201,9 +162,7 @@ def _searching_update(draw):
 
   def update(grads, state, params, *, cycle, **extra_args):
     def value_fn(params):
-      return (
-        jnp.zeros(()) if cycle is None else loss_of(draw, params, cycle, jnp)
-      )
+      return jnp.zeros(()) if cycle is None else loss_of(draw, params, cycle, jnp)
 
     return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
 
@@ -235,9 +194,7 @@ def whole_batch_steps(draw, all_cycles, gradient=gradient):
           params, state = _step(draw, params, state, cycle, gradient)
           mini_step, emits = 0, cycle is not None
           steps += emits
-        held.append(
-          {"params": params, "state": state, "carry": carry, **metrics}
-        )
+        held.append({"params": params, "state": state, "carry": carry, **metrics})
         held[-1]["counters"] = (mini_step, steps, emits)
   return held
 
@@ -249,10 +206,7 @@ def _metrics(draw, call, params, carry, batch, gradient):
   if batch is not None:
     grads = gradient(draw, params, batch)
   counted = [m for m in call.microbatches if m.counts]
-  weights = [
-    weight_of(call, m) if draw.weights != "none" else len(m.rows)
-    for m in counted
-  ]
+  weights = [weight_of(call, m) if draw.weights != "none" else len(m.rows) for m in counted]
   return {
     "loss": 0.0 if batch is None else loss_of(draw, params, batch),
     "grad_norm": np.sqrt(sum(np.sum(np.abs(g) ** 2) for g in grads.values())),
@@ -274,7 +228,5 @@ def _step(draw, params, state, cycle, gradient):
   if draw.optimizer in ("linesearch", "lbfgs"):
     extra_args |= {"grad": grads, "cycle": cycle}
     update = _searching_update(draw)
-  updates, state = update(
-    grads, state, jax.tree.map(jnp.asarray, params), **extra_args
-  )
+  updates, state = update(grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
   return jax.device_get(optax.apply_updates(params, updates)), state

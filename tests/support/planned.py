@@ -115,9 +115,7 @@ def written_down(temp, asked=None):
 
 def build_mlp(num_microbatches, remat=False, mesh=None):
   loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
-  return make_train_step(
-    loss_fn, TX, num_microbatches=num_microbatches, mesh=mesh
-  )
+  return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, mesh=mesh)
 
 
 def mlp_args(width=64, rows=ROWS * 8):

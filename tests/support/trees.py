@@ -13,25 +13,15 @@ def assert_close(actual, expected, tolerance, least=0.0):
   """
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for (path, a), b in zip(
-    jax.tree_util.tree_leaves_with_path(actual),
-    jax.tree.leaves(expected),
-    strict=True,
+    jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
   ):
     a, b = np.asarray(a), np.asarray(b)
-    assert (a.shape, a.dtype) == (b.shape, b.dtype), (
-      path,
-      a.shape,
-      b.shape,
-      a.dtype,
-      b.dtype,
-    )
+    assert (a.shape, a.dtype) == (b.shape, b.dtype), (path, a.shape, b.shape, a.dtype, b.dtype)
     if np.issubdtype(a.dtype, np.inexact) or a.dtype == jnp.bfloat16:
       wide = np.complex128 if np.iscomplexobj(a) else np.float64
       a, b = a.astype(wide), b.astype(wide)
       scale = np.max(np.abs(b), initial=least)
-      np.testing.assert_allclose(
-        a, b, rtol=0, atol=tolerance * scale, err_msg=str(path)
-      )
+      np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=str(path))
     else:
       np.testing.assert_array_equal(a, b, err_msg=str(path))
 
@@ -39,11 +29,7 @@ def assert_close(actual, expected, tolerance, least=0.0):
 def largest_difference(a, b):
   """The largest absolute difference between two trees, in float64."""
   differences = jax.tree.map(
-    lambda x, y: np.max(
-      np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
-    ),
-    a,
-    b,
+    lambda x, y: np.max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))), a, b
   )
   return max(jax.tree.leaves(differences))
 

@@ -16,9 +16,7 @@ from optax_accum import make_train_step
 
 TX = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
 MESHES = pytest.mark.parametrize(
-  "mesh",
-  [None, (8, AUTO), (8, EXPLICIT)],
-  ids=["alone", "automatic", "explicit"],
+  "mesh", [None, (8, AUTO), (8, EXPLICIT)], ids=["alone", "automatic", "explicit"]
 )
 ROWS, WIDTH = 16, 4
 
@@ -36,9 +34,7 @@ def host_batch():
 
 
 def placed(tree, mesh, *specs):
-  return (
-    jax.device_put(tree) if mesh is None else devices.put(tree, mesh, *specs)
-  )
+  return jax.device_put(tree) if mesh is None else devices.put(tree, mesh, *specs)
 
 
 def train_step(mesh, loss_fn=loss_fn):

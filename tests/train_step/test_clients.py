@@ -67,9 +67,8 @@ def counts_of(batch, memory):
 
 
 CLIENTS["two denominators"] = Client(
-  two_terms, two_terms, PARAMS, MASKED,
-  options={"reduction": "sum"}, further=counts_of,
-)  # fmt: skip
+  two_terms, two_terms, PARAMS, MASKED, options={"reduction": "sum"}, further=counts_of
+)
 
 
 # Chosen and rejected in one row, beside a model that does not change.
@@ -104,9 +103,7 @@ def regression(params, batch):
   return jnp.mean(errors(params, batch))
 
 
-CLIENTS["LBFGS"] = Client(
-  regression, regression, PARAMS, DATA[:1] * 3, tx=relaxed(optax.lbfgs())
-)
+CLIENTS["LBFGS"] = Client(regression, regression, PARAMS, DATA[:1] * 3, tx=relaxed(optax.lbfgs()))
 
 
 # A teacher that is an average of the parameters.
@@ -115,9 +112,7 @@ def taught(params, batch, teacher):
   return regression(params, batch) + jnp.mean(gap**2)
 
 
-CLIENTS["EMA"] = Client(
-  taught, taught, PARAMS, DATA, further=lambda batch, memory: (memory,)
-)
+CLIENTS["EMA"] = Client(taught, taught, PARAMS, DATA, further=lambda batch, memory: (memory,))
 
 
 # Sequences of several lengths, with a weight, which arrive.
@@ -129,7 +124,7 @@ SPEECH = [
     "label": (np.arange(2)[None] >= RNG.integers(1, 3, (ROWS, 1))).astype(float),
   }
   for _ in range(3)
-]  # fmt: skip
+]
 
 
 def ctc(params, batch):
@@ -146,9 +141,7 @@ def ctc_whole(params, batch):
   return total / weight
 
 
-CLIENTS["CTC"] = Client(
-  ctc, ctc_whole, PARAMS, SPEECH, options={"has_weight": True}, arrives=True
-)
+CLIENTS["CTC"] = Client(ctc, ctc_whole, PARAMS, SPEECH, options={"has_weight": True}, arrives=True)
 
 
 # The residual of a differential equation: gradients by the inputs, within that of the loss.
@@ -234,9 +227,7 @@ def in_microbatches(client, mesh):
   options = {"num_microbatches": 4, **client.options}
   if client.arrives:
     options["num_microbatches"] = 1
-  step = make_train_step(
-    client.loss, client.tx, mesh=mesh, donate=False, **options
-  )
+  step = make_train_step(client.loss, client.tx, mesh=mesh, donate=False, **options)
 
   def take(params, state, batch, *further):
     if not client.arrives:
@@ -263,7 +254,5 @@ def test_three_steps_are_those_on_the_whole_batch(name, devices):
     actual = trained(client, in_microbatches(client, mesh))
     trees.assert_close(jax.device_get(actual), expected, 1e-9)
     # They moved by far more than that.
-    moved = jax.tree.map(
-      lambda a, b: float(jnp.max(jnp.abs(a - b))), expected, client.params
-    )
+    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), expected, client.params)
     assert min(jax.tree.leaves(moved)) > 1e-3

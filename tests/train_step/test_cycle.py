@@ -121,14 +121,10 @@ def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):
     wrong = oracle.whole_batch_step(
       lambda p, calls: sum(loss_fn(p, x) for x in calls) / len(calls), tx
     )(params_of(), tx.init(params_of()), calls)
-    for actual, right in zip(
-      *map(jax.tree.leaves, ((new, state), expected[:2])), strict=True
-    ):
+    for actual, right in zip(*map(jax.tree.leaves, ((new, state), expected[:2])), strict=True):
       np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-14)
     assert trees.largest_difference(*jax.device_get((new, wrong[0]))) > 1e-3
-    assert metrics["loss"] == pytest.approx(
-      float(expected[2]["loss"]), rel=1e-12
-    )
+    assert metrics["loss"] == pytest.approx(float(expected[2]["loss"]), rel=1e-12)
     assert metrics["total_weight"] == tokens(joined(calls))
     assert bool(metrics["stepped"])
     for x, before in zip(*map(jax.tree.leaves, (new, params)), strict=True):
@@ -179,10 +175,7 @@ def test_carry_aux_and_keys_go_on_through_the_cycle(shape, by_name):
   assert metrics["aux"]["rows"] == sum(CALLS)
   # No two of them drew the same, on whatever device.
   microbatches = sum(CALLS) // 8 * (1 if mesh is None else 8)
-  drawn = [
-    jax.random.bits(jax.random.fold_in(key, i), (), jnp.uint32)
-    for i in range(microbatches)
-  ]
+  drawn = [jax.random.bits(jax.random.fold_in(key, i), (), jnp.uint32) for i in range(microbatches)]
   expected = np.sum(np.asarray(drawn).astype(np.int32) // 2**8)
   assert metrics["aux"]["bits"] == expected
 
@@ -199,9 +192,7 @@ def test_add_sends_no_gradient_and_holds_no_state(spec):
   params = devices.put(jnp.ones((4, 64, 64)), make_mesh(8), spec)
   size = 4 * 64 * 64 * 4
   tx = relaxed(optax.adam(0.1))
-  step = optax_accum.make_train_step(
-    deep, tx, num_microbatches=2, mesh=make_mesh(8)
-  )
+  step = optax_accum.make_train_step(deep, tx, num_microbatches=2, mesh=make_mesh(8))
   opt_state, batch = tx.init(params), jnp.ones((32, 64))
   cycle = step.add(step.begin(params), params, batch)
   whole, add, finish = (
@@ -213,10 +204,7 @@ def test_add_sends_no_gradient_and_holds_no_state(spec):
     )
   )
   sent = [
-    [
-      (x.kind, x.executions)
-      for x in count_collectives(c).at_least(1024).operations
-    ]
+    [(x.kind, x.executions) for x in count_collectives(c).at_least(1024).operations]
     for c in (add, finish)
   ]
   gathered = [("all-gather", 1)] if spec else []
@@ -459,12 +447,7 @@ def test_batches_of_a_cycle_may_differ_where_their_results_are_alike():
 
   def begin(**options):
     step = optax_accum.make_train_step(
-      flexible,
-      optax.sgd(0.1),
-      num_microbatches=1,
-      has_aux=True,
-      donate=False,
-      **options,
+      flexible, optax.sgd(0.1), num_microbatches=1, has_aux=True, donate=False, **options
     )
     return step, step.add(step.begin(params), params, {"x": jnp.ones((8, 4))})
 
@@ -476,9 +459,7 @@ def test_batches_of_a_cycle_may_differ_where_their_results_are_alike():
   step, cycle = begin(aux_reduction="sum")
   with pytest.raises(ValueError, match=r"aux\['x'\] has type float32.*int32"):
     step.add(cycle, params, {"x": jnp.ones((8, 4), jnp.int32)})
-  with pytest.raises(
-    ValueError, match=r"outputs.aux\['y'\] is missing: the cycle"
-  ):
+  with pytest.raises(ValueError, match=r"outputs.aux\['y'\] is missing: the cycle"):
     step.add(cycle, params, {"x": jnp.ones((8, 4)), "y": jnp.ones(8)})
 
 
@@ -486,9 +467,7 @@ def test_the_carry_is_in_the_cycle_and_nowhere_else():
   def counting(params, batch, seen):
     return loss_fn(params, batch), (seen + 1, None)
 
-  step = optax_accum.make_train_step(
-    counting, optax.sgd(0.1), num_microbatches=1, carry_argnum=2
-  )
+  step = optax_accum.make_train_step(counting, optax.sgd(0.1), num_microbatches=1, carry_argnum=2)
   plain, params, opt_state, batch, _ = made()
   with pytest.raises(TypeError, match="carry"):
     step.begin(params)
@@ -501,10 +480,10 @@ def test_the_carry_is_in_the_cycle_and_nowhere_else():
     step.add(cycle, params, batch, jnp.int32(0))
 
 
-@pytest.mark.parametrize(("words", "match"), [
-  ("stack", "aux_reduction is 'stack'"),
-  ({"x": "concat"}, r"\['x'\] is 'concat'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  ("words", "match"),
+  [("stack", "aux_reduction is 'stack'"), ({"x": "concat"}, r"\['x'\] is 'concat'")],
+)
 def test_what_needs_all_microbatches_at_once_is_refused(words, match):
   step, params, *_ = made(has_aux=True, aux_reduction=words)
   with pytest.raises(ValueError, match=match):
@@ -568,9 +547,7 @@ def test_merge_combines_aux_and_carries_by_their_words(shape):
     def combined(values, word):
       if word == "mean":
         return np.average(values, weights=weights)
-      return {"sum": sum, "max": max, "min": min, "last": lambda x: x[1]}[word](
-        values
-      )
+      return {"sum": sum, "max": max, "min": min, "last": lambda x: x[1]}[word](values)
 
     carry, found = finished(merged(step, params, batches(), start))
     for name, word in WORDS.items():
@@ -612,9 +589,7 @@ def test_a_carry_may_start_as_the_parameters(shape):
 
 @pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
 def test_an_empty_cycle_leaves_the_other_as_it_is(shape):
-  step, params, state, batch, other = made(
-    mesh=shape and make_mesh(*shape), donate=False
-  )
+  step, params, state, batch, other = made(mesh=shape and make_mesh(*shape), donate=False)
   expected = take(step, params, state, [batch, other])
   for empty_first in False, True:
     pair = step.begin(params), added(step, params, [batch, other])
@@ -645,12 +620,7 @@ def test_workers_on_any_number_of_devices_give_the_same_bits():
 
   tx = relaxed(optax.adam(0.1))
   step = optax_accum.make_train_step(
-    dropping,
-    tx,
-    num_microbatches=2,
-    rng_argnums=2,
-    weight_fn=tokens,
-    donate=False,
+    dropping, tx, num_microbatches=2, rng_argnums=2, weight_fn=tokens, donate=False
   )
   workers = batches(np.float32, (8,) * 8)
   keys = jax.random.split(jax.random.key(0), 8)
@@ -690,12 +660,7 @@ def test_without_jit_nothing_that_is_returned_is_deleted(mesh):
 
   tx = optax.sgd(0.1)
   step = optax_accum.make_train_step(
-    counting,
-    tx,
-    num_microbatches=1,
-    has_aux=True,
-    aux_reduction="sum",
-    mesh=mesh,
+    counting, tx, num_microbatches=1, has_aux=True, aux_reduction="sum", mesh=mesh
   )
   results = []
   for without in (False, True):

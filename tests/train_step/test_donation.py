@@ -24,11 +24,7 @@ MESHES = {
 
 def everywhere(name, *values):
   """Every mesh, with each of the `values`: the first is all that there is without one."""
-  cases = [
-    (at, value)
-    for at, mesh in MESHES.items()
-    for value in values[: 2 if mesh else 1]
-  ]
+  cases = [(at, value) for at, mesh in MESHES.items() for value in values[: 2 if mesh else 1]]
   return pytest.mark.parametrize(("at", name), cases)
 
 
@@ -77,9 +73,7 @@ def expected(tx, fun=towards):
 def moved_along():
   """What a teacher that is the parameters comes to: no gradient but that of the first step."""
   moved = make_train_step(
-    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)),
-    MOMENTUM,
-    num_microbatches=2,
+    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)), MOMENTUM, num_microbatches=2
   )
   return steps(moved, init_params(), MOMENTUM.init(init_params()))
 
@@ -108,9 +102,7 @@ def grows(params, x):
 
 
 @everywhere("put", False, True)
-def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(
-  at, put
-):
+def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(at, put):
   mesh, tx, fun = MESHES[at], REMEMBER, grows
   params = init_params()
   state = tx.init(params)
@@ -125,15 +117,11 @@ def test_copies_are_sharded_as_the_array_and_compile_nothing_anew(kind):
   mesh, tx = make_mesh(4, kind=kind), optax.sgd(0.1)
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
   params = teacher = {
-    "w": devices.put(
-      jnp.arange(1.0, 5.0), mesh, jax.sharding.PartitionSpec("data")
-    ),
+    "w": devices.put(jnp.arange(1.0, 5.0), mesh, jax.sharding.PartitionSpec("data")),
     "b": devices.put(jnp.float32(0.5), mesh),
   }
   params, state, _ = step(params, tx.init(params), X, teacher)
-  assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(
-    lambda x: x.sharding, teacher
-  )
+  assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, teacher)
   with compilations() as programs:
     step(params, state, X, teacher)
   assert programs == []
@@ -152,10 +140,7 @@ def test_copies_are_on_no_device_in_particular_where_the_array_is_not():
 def test_what_stands_once_is_donated_and_not_copied():
   mesh, tx = make_mesh(4), optax.sgd(0.1, momentum=0.9)
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params, teacher = (
-    devices.put(init_params(), mesh),
-    devices.put(copy_of(init_params()), mesh),
-  )
+  params, teacher = devices.put(init_params(), mesh), devices.put(copy_of(init_params()), mesh)
   state = devices.put(tx.init(params), mesh)
   step(params, state, X, teacher)
   assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
@@ -180,13 +165,9 @@ REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
 
 @pytest.mark.parametrize("inside", ["teacher", "state", "lbfgs"])
 def test_a_mesh_whose_first_device_is_not_where_arrays_start(inside):
-  tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(
-    inside, optax.lbfgs(linesearch=None)
-  )
+  tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(inside, optax.lbfgs(linesearch=None))
   fun = (
-    towards
-    if inside == "teacher"
-    else lambda p, x: towards(p, x, jax.tree.map(jnp.ones_like, p))
+    towards if inside == "teacher" else lambda p, x: towards(p, x, jax.tree.map(jnp.ones_like, p))
   )
   results = []
   for mesh in (None, REVERSED):

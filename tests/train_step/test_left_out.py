@@ -95,12 +95,7 @@ def test_other_parameters_have_weights_of_their_own(spoilt, mesh):
   with jax.enable_x64(True):
     tx = asks_at(2.0)
     step = make_train_step(
-      importance,
-      tx,
-      num_microbatches=2,
-      has_weight=True,
-      skip_nonfinite=True,
-      **over(mesh),
+      importance, tx, num_microbatches=2, has_weight=True, skip_nonfinite=True, **over(mesh)
     )
     _, seen, metrics = step(P, tx.init(P), x)
     total, weight = map(float, importance(2 * P, x[kept]))

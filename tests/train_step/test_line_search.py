@@ -14,20 +14,14 @@ from support.optimizers import relaxed
 
 import optax_accum
 
-PADDED = {
-  "microbatch_size": 3,
-  "weight_fn": lambda batch: jnp.sum(batch["valid"]),
-}
+PADDED = {"microbatch_size": 3, "weight_fn": lambda batch: jnp.sum(batch["valid"])}
 
 
 def data(rows=16, dtype=np.float32):
   rng = np.random.default_rng(0)
   # the last microbatch is padding
   valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(dtype)
-  x, y = (
-    rng.normal(size=(rows, 4)).astype(dtype),
-    rng.normal(size=rows).astype(dtype),
-  )
+  x, y = rng.normal(size=(rows, 4)).astype(dtype), rng.normal(size=rows).astype(dtype)
   return {"x": x, "y": y, "valid": valid}
 
 
@@ -47,8 +41,7 @@ def recorded(inspect):
     return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
 
   return optax.GradientTransformationExtraArgs(
-    jax.jit(lambda params: inspect(lambda p: loss_fn(p, data()), params)),
-    update,
+    jax.jit(lambda params: inspect(lambda p: loss_fn(p, data()), params)), update
   )
 
 
@@ -62,9 +55,7 @@ def padded_steps(step):
 def whole_padded_steps():
   with jax.enable_x64(True):
     batch, start = data(dtype=np.float64), params(np.float64)
-    stepped = padded_steps(
-      oracle.whole_batch_step(loss_fn, relaxed(optax.lbfgs()))
-    )
+    stepped = padded_steps(oracle.whole_batch_step(loss_fn, relaxed(optax.lbfgs())))
     assert abs(stepped["b"] - start["b"]) > 0.1
     without = optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3)
     # padding that is weighed by its rows
@@ -82,9 +73,7 @@ def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch():
       donate=False,
       mesh=make_mesh(2, kind=devices.EXPLICIT),
     )
-    chex.assert_trees_all_close(
-      padded_steps(step), whole_padded_steps(), rtol=1e-7
-    )
+    chex.assert_trees_all_close(padded_steps(step), whole_padded_steps(), rtol=1e-7)
 
 
 @pytest.mark.parametrize("mesh_size", [None, 4])
@@ -105,9 +94,7 @@ def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
   value, grad = jax.jit(jax.value_and_grad(loss_fn))(params(), batch)
   np.testing.assert_allclose(seen["value"], value, rtol=1e-6)
   chex.assert_trees_all_close(jax.device_get(seen["reverse"]), grad, rtol=1e-5)
-  np.testing.assert_allclose(
-    seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5
-  )
+  np.testing.assert_allclose(seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5)
 
 
 def test_a_line_search_does_not_leave_out_what_diverges():
@@ -118,9 +105,7 @@ def test_a_line_search_does_not_leave_out_what_diverges():
   tx, x, paths = optax.chain(optax.sgd(4.0), search), jnp.ones(8), []
   options = {"microbatch_size": 6, "mesh": make_mesh(2), "donate": False}
   for skip in (False, True):
-    step = optax_accum.make_train_step(
-      barrier, tx, skip_nonfinite=skip, **options
-    )
+    step = optax_accum.make_train_step(barrier, tx, skip_nonfinite=skip, **options)
     paths.append(oracle.take_steps(step, tx, jnp.float32(0.0), [x] * 3)[0])
   assert paths[0] == paths[1] < 1
 
@@ -137,23 +122,14 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
     return (jnp.sum(errors), len(x)) if has_weight else jnp.mean(errors)
 
   def update(updates, state, params, *, value_fn, **extra_args):
-    return jnp.zeros_like(updates), jax.value_and_grad(value_fn)(
-      jnp.float32(2.0)
-    )
+    return jnp.zeros_like(updates), jax.value_and_grad(value_fn)(jnp.float32(2.0))
 
   tx = optax.GradientTransformationExtraArgs(lambda p: (p, p), update)
   step = optax_accum.make_train_step(
-    loss_fn,
-    tx,
-    microbatch_size=2,
-    donate=False,
-    skip_nonfinite=True,
-    has_weight=has_weight,
+    loss_fn, tx, microbatch_size=2, donate=False, skip_nonfinite=True, has_weight=has_weight
   )
   start = jnp.float32(0.0)
   _, seen, metrics = step(start, tx.init(start), x)
   # by a reciprocal, which rounds once
-  assert (float(seen[0]), float(seen[1])) == pytest.approx(
-    (1.0, -2.0), rel=1e-6
-  )
+  assert (float(seen[0]), float(seen[1])) == pytest.approx((1.0, -2.0), rel=1e-6)
   assert int(metrics["skipped_microbatches"]) == 1

@@ -14,22 +14,14 @@ from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
 
-from optax_accum import (
-  accumulate,
-  accumulate_specs,
-  make_train_step,
-  state_on_host,
-)
+from optax_accum import accumulate, accumulate_specs, make_train_step, state_on_host
 
 # "pinned_host", but for CPUs of JAX 0.8, which have one memory.
 HOST = jax.device_put(np.zeros(1), jax.memory.Space.Host).sharding.memory_kind
 RNG = np.random.default_rng(0)
 # XLA of JAX 0.8 for CPU refuses to move what is sharded over explicit axes.
 EXPLICIT = devices.EXPLICIT if HOST == "pinned_host" else devices.AUTO
-PARAMS = {
-  "b": np.zeros(8, np.float32),
-  "w": RNG.normal(size=(16, 8)).astype(np.float32),
-}
+PARAMS = {"b": np.zeros(8, np.float32), "w": RNG.normal(size=(16, 8)).astype(np.float32)}
 BATCH = RNG.normal(size=(32, 16)).astype(np.float32)
 WHOLE = P()
 SHARDS = {"b": P("data"), "w": P("data")}
@@ -63,9 +55,7 @@ def trained(tx, place, calls=3, **options):
     for _ in range(calls):
       params, state, _ = step(params, state, BATCH)
   assert jax.tree.all(
-    jax.tree.map(
-      lambda x, was: x.sharding.is_equivalent_to(was, x.ndim), state, given
-    )
+    jax.tree.map(lambda x, was: x.sharding.is_equivalent_to(was, x.ndim), state, given)
   ), "sharding of the state"
   steps = [line for line in compiled if "jit(train_step)" in line]
   return params, state, len(steps)
@@ -92,9 +82,7 @@ def test_steps_are_those_of_the_optimizer(kind, of_params, of_state, weight_fn):
   mesh = None
   if kind is not None:
     mesh = make_mesh(8, kind=kind)
-  place = functools.partial(
-    in_place, mesh=mesh, of_params=of_params, of_state=of_state
-  )
+  place = functools.partial(in_place, mesh=mesh, of_params=of_params, of_state=of_state)
   options = {"mesh": mesh, "weight_fn": weight_fn}
   tx = relaxed(optax.adamw(1e-2))
   expected = trained(tx, place, **options)
@@ -211,9 +199,7 @@ def test_the_state_alone_is_donated_where_shardings_are_given():
 def test_a_checkpoint_is_restored_to_the_host(tmp_path):
   mesh = make_mesh(8)
   tx = state_on_host(relaxed(optax.adam(1e-2)))
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
   params, state = in_place(tx, mesh, SHARDS, SHARDS)
   held = step(params, state, BATCH)[:2]
   with ocp.StandardCheckpointer() as checkpointer:
@@ -239,9 +225,7 @@ def test_what_the_type_of_an_array_hides_is_refused(donate):
 
   if HOST == "pinned_host":
     restored = jax.tree.map(hidden, like)
-    with pytest.raises(
-      RuntimeError, match=r"type, float32.*, does not say so\. Orbax"
-    ):
+    with pytest.raises(RuntimeError, match=r"type, float32.*, does not say so\. Orbax"):
       step(params, restored, BATCH)
   shapes = jax.eval_shape(tx.init, params)
   restored = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -267,12 +251,8 @@ def test_a_state_on_the_device_stays_there_with_a_warning(mesh):
   mesh = None if mesh is None else make_mesh(mesh)
   place = functools.partial(in_place, plain, mesh)
   # One for the program, however often it runs.
-  with pytest.warns(
-    UserWarning, match="so state_on_host saves nothing"
-  ) as told:
-    _, state, _ = trained(
-      state_on_host(plain), lambda _: place(), mesh=mesh, weight_fn=positive
-    )
+  with pytest.warns(UserWarning, match="so state_on_host saves nothing") as told:
+    _, state, _ = trained(state_on_host(plain), lambda _: place(), mesh=mesh, weight_fn=positive)
   assert len(told) == 1
   assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
   # Without arrays there is nothing to move.
@@ -296,15 +276,12 @@ def test_what_is_refused(monkeypatch):
   )
   tx = state_on_host(grows)
   params = jax.tree.map(jnp.asarray, PARAMS)
-  with pytest.raises(
-    ValueError, match=r"state\['b'\] is not expected: state_on"
-  ):
+  with pytest.raises(ValueError, match=r"state\['b'\] is not expected: state_on"):
     tx.update(params, tx.init(params), params)
   narrow = optax.tree_utils.tree_cast(params, jnp.bfloat16)
   tx = accumulate(state_on_host(relaxed(optax.trace(0.9))), 2)
   with pytest.raises(
-    ValueError,
-    match=r"state.trace\['b'\] has type float32\[8\], not bfloat16\[8\]: ",
+    ValueError, match=r"state.trace\['b'\] has type float32\[8\], not bfloat16\[8\]: "
   ):
     jax.jit(tx.apply)(params, tx.init(narrow), narrow)
 

@@ -53,23 +53,11 @@ def test_metrics_are_those_of_the_whole_batch():
   params, batch = init_params(), digits(13)
   tx = relaxed(optax.adam(1e-3))
   step = optax_accum.make_train_step(
-    with_aux,
-    tx,
-    microbatch_size=4,
-    has_aux=True,
-    aux_reduction="concat",
-    donate=False,
+    with_aux, tx, microbatch_size=4, has_aux=True, aux_reduction="concat", donate=False
   )
   _, _, metrics = step(params, tx.init(params), batch)
   loss, _, norm = value_grad_and_norm(params, batch)
-  names = [
-    "aux",
-    "grad_norm",
-    "loss",
-    "skipped_microbatches",
-    "stepped",
-    "total_weight",
-  ]
+  names = ["aux", "grad_norm", "loss", "skipped_microbatches", "stepped", "total_weight"]
   assert sorted(metrics) == names
   chex.assert_trees_all_close(metrics["loss"], loss, rtol=1e-6)
   chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-6)
@@ -83,18 +71,14 @@ def test_metrics_are_those_of_the_whole_batch():
 
 def test_grad_norm_of_half_precision_gradients_is_float32():
   params, batch = init_params(jnp.bfloat16), digits(8, jnp.bfloat16)
-  step = optax_accum.make_train_step(
-    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False
-  )
+  step = optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
   new, _, metrics = step(params, optax.sgd(0.1).init(params), batch)
   assert metrics["grad_norm"].dtype == jnp.float32
   chex.assert_trees_all_equal_dtypes(new, params)
 
 
 @pytest.mark.parametrize(("reduction", "size"), [("mean", 30), ("sum", 7)])
-def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(
-  reduction, size
-):
+def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, size):
   def fun(params, batch):
     rows = {"mean": 1.0, "sum": len(batch["y"])}[reduction]
     return rows * loss_fn(params, batch)
@@ -106,9 +90,7 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(
       fun, tx, microbatch_size=size, reduction=reduction, donate=False
     )
     _, elsewhere, metrics = step(params, tx.init(params), batch)
-    expected = jax.jit(lambda p: fun(jax.tree.map(lambda x: 2 * x, p), batch))(
-      params
-    )
+    expected = jax.jit(lambda p: fun(jax.tree.map(lambda x: 2 * x, p), batch))(params)
     np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
     assert abs(expected - metrics["loss"]) > 1e-2
 
@@ -126,18 +108,10 @@ def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
 
   params = init_params()
   rng = np.random.default_rng(0)
-  batch = {
-    **digits(24),
-    "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32),
-  }
+  batch = {**digits(24), "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32)}
   tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
   step = optax_accum.make_train_step(
-    fun,
-    tx,
-    num_microbatches=3,
-    weight_fn=tokens,
-    reduction=reduction,
-    donate=False,
+    fun, tx, num_microbatches=3, weight_fn=tokens, reduction=reduction, donate=False
   )
   new, state = params, tx.init(params)
   for part in (slice(0, 9), slice(9, 24)):
@@ -155,8 +129,7 @@ def test_a_line_search_of_several_calls_is_refused():
 
   take(1)
   with pytest.raises(
-    NotImplementedError,
-    match=r"calls value_fn.*Take the step in one call, of all",
+    NotImplementedError, match=r"calls value_fn.*Take the step in one call, of all"
   ):
     take(2)
 
@@ -172,9 +145,7 @@ HALF = optax_accum.accumulate(optax.sgd(0.1), 2)
   (optax.sgd(0.1), [True] * 4),
 ], ids=["nested", "in a chain", "labels of nothing", "none"])  # fmt: skip
 @pytest.mark.parametrize("weight_fn", [None, lambda batch: jnp.sum(batch["x"])])
-def test_stepped_is_whether_parameters_move(
-  tx, expected, weight_fn, usual_promotion
-):
+def test_stepped_is_whether_parameters_move(tx, expected, weight_fn, usual_promotion):
   params = init_params()
   step = optax_accum.make_train_step(
     loss_fn, tx, num_microbatches=2, donate=False, weight_fn=weight_fn
@@ -195,36 +166,24 @@ def test_weight_reaches_a_transformation_that_wants_it():
   tx = optax.GradientTransformationExtraArgs(lambda params: (0.0, 0.0), update)
   params, batch = init_params(), digits(6)
   step = optax_accum.make_train_step(
-    loss_fn,
-    tx,
-    num_microbatches=2,
-    weight_fn=lambda b: jnp.sum(b["y"] > 2),
-    donate=False,
+    loss_fn, tx, num_microbatches=2, weight_fn=lambda b: jnp.sum(b["y"] > 2), donate=False
   )
   _, state, metrics = step(params, (jnp.zeros(()), jnp.zeros(())), batch)
   assert (
-    float(state[0])
-    == float(metrics["total_weight"])
-    == int(np.sum(np.asarray(batch["y"]) > 2))
+    float(state[0]) == float(metrics["total_weight"]) == int(np.sum(np.asarray(batch["y"]) > 2))
   )
   assert float(state[1]) == float(metrics["loss"])
 
 
 def padded_loss(params, batch):
-  return (
-    loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
-  )
+  return loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
 
 
 def test_a_batch_of_padding_takes_no_step():
   params, tx = init_params(), relaxed(optax.adamw(0.1))
   batch = {**digits(8), "valid": np.zeros(8, np.float32)}
   step = optax_accum.make_train_step(
-    padded_loss,
-    tx,
-    num_microbatches=4,
-    weight_fn=lambda b: jnp.sum(b["valid"]),
-    donate=False,
+    padded_loss, tx, num_microbatches=4, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
   )
   opt_state = tx.init(params)
   new, new_state, metrics = step(params, opt_state, batch)
@@ -253,12 +212,10 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
     chex.assert_tree_all_finite((new, metrics))
 
 
-everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])  # fmt: skip
+everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
 # Where arguments are placed, and whether they are given away.
 placed = pytest.mark.parametrize(
-  ("mesh", "donate"),
-  [(None, False), (make_mesh(8), True)],
-  ids=["alone", "mesh"],
+  ("mesh", "donate"), [(None, False), (make_mesh(8), True)], ids=["alone", "mesh"]
 )
 
 
@@ -267,15 +224,10 @@ def test_a_step_shows_what_it_is_and_how_it_is_called(mesh):
   def noisy(params, batch, key, *, scale=0.1):
     return loss_fn(params, batch) + scale * jax.random.uniform(key)
 
-  make = functools.partial(
-    optax_accum.make_train_step, noisy, optax.sgd(0.1), mesh=mesh
-  )
+  make = functools.partial(optax_accum.make_train_step, noisy, optax.sgd(0.1), mesh=mesh)
   step = make(num_microbatches=4, rng_argnums=2)
   assert isinstance(step, optax_accum.TrainStep)
-  assert (
-    str(inspect.signature(step))
-    == "(params, opt_state, batch, key, *, scale=0.1)"
-  )
+  assert str(inspect.signature(step)) == "(params, opt_state, batch, key, *, scale=0.1)"
   for shown in ("noisy", "num_microbatches=4", f"mesh={mesh}"):
     assert (shown in repr(step)) == (shown != "mesh=None"), shown
   assert "microbatch_size=8" in repr(make(microbatch_size=8))
@@ -284,9 +236,7 @@ def test_a_step_shows_what_it_is_and_how_it_is_called(mesh):
 @placed
 def test_a_call_by_keyword_is_the_call_by_position(mesh, donate):
   tx, batch = optax.sgd(0.1, momentum=0.9), digits(16)
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
-  )
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
 
   def fresh():
     params = init_params(hidden=8)
@@ -303,9 +253,7 @@ def test_a_call_by_keyword_is_the_call_by_position(mesh, donate):
 @placed
 def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
   tx = relaxed(optax.adam(1e-3))
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
-  )
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
   params, batch = init_params(hidden=8), digits(16)
   held = (params, tx.init(params))
   shapes = jax.eval_shape(lambda: (*held, batch))
@@ -323,15 +271,12 @@ def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
 
 
 @pytest.mark.parametrize(
-  ("copied", "size", "donate"),
-  [(copy.copy, None, True), (copy.deepcopy, 8, False)],
+  ("copied", "size", "donate"), [(copy.copy, None, True), (copy.deepcopy, 8, False)]
 )
 def test_a_step_can_be_copied(copied, size, donate):
   mesh = None if size is None else make_mesh(size)
   tx, batch = optax.sgd(0.1), digits(32)
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
-  )
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
 
   def first(step):
     return jax.device_get(step(init_params(), tx.init(init_params()), batch))
@@ -364,16 +309,10 @@ def test_one_compilation_serves_every_step(committed):
 
 
 def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
-  tx, params, batch = (
-    relaxed(optax.adam(1e-3)),
-    init_params(hidden=256),
-    digits(512),
-  )
+  tx, params, batch = relaxed(optax.adam(1e-3)), init_params(hidden=256), digits(512)
   shapes = jax.eval_shape(lambda: (params, tx.init(params), batch))
   temps = [
-    temp_bytes(
-      optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes
-    )
+    temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
     for n in (1, 2, 4, 8)
   ]
   assert temps == sorted(temps, reverse=True)
@@ -382,12 +321,7 @@ def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
-  tx, params, batch, n = (
-    relaxed(optax.adamw(1e-3)),
-    init_params(hidden=512),
-    digits(256),
-    4,
-  )
+  tx, params, batch, n = relaxed(optax.adamw(1e-3)), init_params(hidden=512), digits(256), 4
   options = {"weight_fn": lambda b: jnp.sum(b["y"] >= 0)} if weighted else {}
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, **options)
   args = (params, tx.init(params), batch)
@@ -402,10 +336,7 @@ def test_arguments_of_the_loss_may_have_any_name(name):
 
   step = optax_accum.make_train_step(fun, optax.sgd(0.5), num_microbatches=2)
   w, _, metrics = step(
-    jnp.ones(()),
-    optax.sgd(0.5).init(1.0),
-    jnp.ones(4),
-    **{name: jnp.full((), 0.5)},
+    jnp.ones(()), optax.sgd(0.5).init(1.0), jnp.ones(4), **{name: jnp.full((), 0.5)}
   )
   assert (float(w), float(metrics["loss"])) == (0.5, 0.5)
 
@@ -427,16 +358,12 @@ def test_a_step_has_a_name_under_an_outer_jit():
   step = optax_accum.make_train_step(
     lambda w, x: jnp.mean(w * x), optax.sgd(0.1), num_microbatches=2
   )
-  lowered = jax.jit(step).lower(
-    jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4)
-  )
+  lowered = jax.jit(step).lower(jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4))
   assert "jit_train_step" in lowered.as_text()
 
 
 @pytest.mark.parametrize("mesh", [None, 8])
-def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer(
-  mesh,
-):
+def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer(mesh):
   def masked(params, batch):
     errors = (batch["x"] @ params["w1"]) ** 2
     valid = batch["valid"][:, None]
@@ -445,8 +372,7 @@ def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer
   adamw = relaxed(optax.adamw(0.1, weight_decay=0.1))
   labels = {"w1": "every call", "w2": "every second"}
   tx = optax.partition(
-    {"every call": adamw, "every second": optax_accum.accumulate(adamw, 2)},
-    labels,
+    {"every call": adamw, "every second": optax_accum.accumulate(adamw, 2)}, labels
   )
   step = optax_accum.make_train_step(
     masked,
