@@ -363,15 +363,9 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
 
 
 @pytest.mark.parametrize(("tx", "match"), [
-  (optax.adam, "Transformation but .* call it first, as in adam"),
   (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
   (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax opt"),
 ])  # fmt: skip
 def test_transformations_that_are_none_are_refused(tx, match):
   with pytest.raises(TypeError, match=match):
     optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
-
-
-def test_options_that_do_not_exist_are_refused():
-  with pytest.raises(TypeError, match=r"unexpected keyword argument 'microbatches'"):
-    optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)
