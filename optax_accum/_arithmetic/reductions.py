@@ -267,15 +267,10 @@ class Merge(Fold):
     return super().add(state, value, weight, finite)
 
   def merged(self, has_both, one, other):
-    def of_both(a, b):
-      # New containers, which the user's function may change.
-      a, b = jax.tree.map(lambda x: x, (a, b))
-      return self.fun(a, b)
-
     # A branch, and no selection: `fun` of zeros, or of padding, may be NaN, and so would be the
     # gradient of what it closes over, selected or not.
     # Where only one value is there, it stands on both sides, so either would do.
-    return lax.cond(has_both, of_both, lambda a, b: b, one, other)
+    return lax.cond(has_both, self.fun, lambda a, b: b, one, other)
 
 
 class Stack(Reduction):

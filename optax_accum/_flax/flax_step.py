@@ -76,6 +76,8 @@ class Arguments(NamedTuple):
 _SLOT = Arguments(*Arguments._fields).of_loss().index  # in the loss, of a name
 # What a program returns, before the metrics.
 _UPDATED = "params", "opt_state", "carried", "count"
+# Of a program that takes no optimizer step. One object, since programs are kept by theirs.
+NO_OPTIMIZER = optax.identity()
 
 
 class Held(NamedTuple):
@@ -292,7 +294,7 @@ class FlaxStep(Runnable[Any], Step):
     """``merge(cycle, other)`` returns one cycle of two, as `TrainStep.merge`."""
     # Of whatever model and optimizer: what is merged has the names of what is carried.
     names = tuple(*cycle.start)
-    program = self._program(None, optax.identity(), names)
+    program = self._program(None, NO_OPTIMIZER, names)
     return self._cycles(program).merge(cycle, other)
 
   def _finish(self, held: Held, cycle: Cycle) -> PreparedCall:

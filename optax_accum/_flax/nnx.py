@@ -5,7 +5,6 @@ from typing import Any, ClassVar, TypeAlias, Unpack
 
 from flax import nnx
 import jax
-import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Batch, Tree
@@ -199,7 +198,7 @@ class NnxTrainStep(flax_step.FlaxStep):
       )
     graphdef, params, constant, carried = self._split(model)
     arguments = Arguments(params, constant=constant, carried=carried)
-    tx = optax.identity()  # which no program runs
+    tx = flax_step.NO_OPTIMIZER
     if optimizer is not None:
       tx = optimizer.tx
       opt_state = _values(optimizer.opt_state)

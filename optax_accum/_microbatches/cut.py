@@ -111,6 +111,8 @@ def _no_array(x) -> str:
   )
   if isinstance(x, str):
     what = f"the string {x!r}"
+  elif hasattr(x, "__array__"):
+    fix = "pass np.asarray(x)"
   elif hasattr(x, "keys") or dataclasses.is_dataclass(x):
     fix = "pass dict(batch), or register the class as a pytree"
   elif hasattr(x, "__iter__"):

@@ -42,8 +42,10 @@ class LossFunction:
 
     Here and nowhere else a weight enters. It is None where `fun` tells it.
     """
+    # It may write into the containers that it gets, so these are its own.
+    own_args, own_kwargs = jax.tree.map(lambda x: x, (args, kwargs))
     try:
-      out = self.fun(*args, **kwargs)
+      out = self.fun(*own_args, **own_kwargs)
     except jax.errors.JAXTypeError as error:
       self._add_note(error, args, kwargs)
       raise

@@ -22,8 +22,7 @@ def gradients(updates):
       raise TypeError(
         f"{_validate.leaf_name('updates', path)} is {jax.typeof(x)}; gradients are floating or"
         " complex. Give init, jax.grad and this call the floating parameters alone, and let the"
-        " loss put in the others, as in loss({**others, **params}) or, for Equinox, eqx.partition"
-        " and eqx.combine: Optax cannot add the float0 gradient of an integer."
+        " loss put in the others, as in loss({**others, **params}), or by eqx.combine."
       )
     return jnp.asarray(x)
 
@@ -58,8 +57,8 @@ def check_accumulators(kept, acc_grads) -> None:
     raise ValueError(
       f"{different}: updates must have the tree and the shapes of the parameters that init was"
       " given, or that a state was restored of: begin anew with tx.init(params), if they changed."
-      " With every_k=1 there are no accumulators: between that and another every_k, end the cycle"
-      " with the old one and flush=True, and replace acc_grads by that of a new init."
+      " With every_k=1 there are no accumulators: from or to that, end the cycle with flush=True,"
+      " and replace acc_grads by that of a new init."
     )
 
 
@@ -93,7 +92,6 @@ def check_not_reduced(updates, devices: Devices) -> None:
         " this microbatch (by JAX, if the parameters are the same on all devices), and accumulate"
         " would reduce it again: differentiate with respect to"
         f' jax.lax.pcast(params, {devices.axis_name!r}, to="varying"), and leave lax.pmean out.'
-        " Cast gradients that you made yourself, such as zeros, likewise."
       )
 
 
@@ -106,8 +104,7 @@ def check_whole(params, devices: Devices) -> None:
       raise ValueError(
         f"{name} differs between the devices of the axes {sorted(sharded)}, so it is sharded over"
         " them, and its gradients come summed and scattered: accumulate(axis_name=...) would sum"
-        " them again. Take a step of optax_accum.make_train_step(mesh=...), which accumulates"
-        " gradients of sharded parameters. If it was cast by jax.lax.pcast to be differentiated,"
+        " them again. Use optax_accum.make_train_step(mesh=...), or, where jax.lax.pcast cast them,"
         " pass the parameters from before the cast."
       )
 

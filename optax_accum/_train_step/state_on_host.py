@@ -92,7 +92,9 @@ def state_on_host(
     fetched = jax.tree.map(_moved, state)
     updates, new = tx.update(updates, fetched, params, **extra_args)
     # `came_from` fits only a state of the same tree.
-    different = _validate.difference("state", new, state, "type", _type)
+    different = _validate.difference(
+      "state", new, state, "type", _validate.type_of
+    )
     if different:
       raise ValueError(
         f"After an update {different}: state_on_host returns each array to the memory it came from."
@@ -114,12 +116,6 @@ def _to_host(x):
   if not _moves(x):
     return x
   return _moved(x, jax.memory.Space.Host)
-
-
-def _type(x) -> str:
-  """The dtype and shape of an array."""
-  of = jax.typeof(x)
-  return f"{of.dtype}{list(of.shape)}"
 
 
 def _memory(x):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from support import trees
+from support.compiled import compilations
 from support.devices import make_mesh
 from support.samples import more
 
@@ -273,3 +274,33 @@ def test_finish_leaves_what_starts_as_the_parameters(shape):
   )
   step.finish(model, optimizer, step.add(step.begin(model), model, x))
   assert model.teacher[...].tolist() == np.ones((4, 2)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_cycles_compile_once(kind):
+  batch = np.ones((4, 4), np.float32)
+  if kind == "nnx":
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    begun = (model,)
+    ended = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    loss_fn = lambda model, batch: jnp.mean(model(batch) ** 2)  # noqa: E731
+    step = nnx_train_step(loss_fn, num_microbatches=2, donate=False)
+  else:
+    params = {"w": jnp.ones(4)}
+    begun = ended = (TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1)),)
+
+    def loss_fn(variables, batch, rngs):
+      return jnp.mean((batch @ variables["params"]["w"]) ** 2)
+
+    step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
+
+  def added():
+    return step.add(step.add(step.begin(*begun), *begun, batch), *begun, batch)
+
+  def take_step():
+    step.finish(*ended, step.merge(added(), added()))
+
+  take_step()
+  with compilations() as compiled:
+    take_step()
+  assert not compiled

@@ -412,3 +412,31 @@ def test_counts_agree_in_one_call_in_a_cycle_and_in_a_merge(dtype):
     for _, _, new, _ in ends:
       assert (int(new["right"]), int(new["valid"])) == (117, 233)
       assert new["right"].dtype == dtype
+
+
+@pytest.mark.parametrize("count", [None, 8])
+@pytest.mark.parametrize("size", [16, 8])
+def test_a_loss_may_write_into_what_it_gets(count, size):
+  """A carry that is updated in place is a new one, and no microbatch sees what another wrote."""
+  x = np.full(16, 3, np.float32)
+
+  def fun(p, batch, carry, scale):
+    scale["by"] = scale["by"] * 2
+    carry["mean"] = carry["mean"] + jnp.mean(batch.pop("x"))
+    carry["in"].append(carry["in"].pop() + 1)
+    return p * carry["mean"] * scale["by"], (carry, None)
+
+  start = {"mean": jnp.float32(1), "in": [jnp.int32(2)]}
+  options = {"microbatch_size": size, "carry_argnum": 2, "donate": False}
+  words = {"mean": "mean", "in": "max"}
+  mesh = None if count is None else make_mesh(count)
+  step = optax_accum.make_train_step(fun, TX, mesh=mesh, carry_reduction=words, **options)
+  rest = {"x": x}, start, {"by": jnp.float32(3)}
+  _, _, new, metrics = step(*HELD, *rest)
+  number = 16 // size
+  np.testing.assert_allclose(new["mean"], 1 + 3 * number, rtol=1e-6)
+  assert int(new["in"][0]) == 2 + number
+  # Each microbatch of one device reads what those before it made of the mean.
+  of_each = 6 * (1 + 3 * np.arange(1, number + 1))
+  np.testing.assert_allclose(metrics["loss"], np.mean(of_each), rtol=1e-6)
+  assert (rest[0].keys(), float(start["mean"]), len(start["in"])) == ({"x"}, 1, 1)

@@ -96,6 +96,16 @@ class Loader:
     yield {"x": X}
 
 
+class Tensor:
+  """As one of another framework, which is no array of JAX, and can be made one."""
+
+  def __array__(self, dtype=None, copy=None):
+    return X
+
+  def __iter__(self):
+    return iter(X)
+
+
 LEAVE_OUT = "leave it out of the batch"
 BATCHES = {
   "strings": ({"x": X, "id": np.array(["a"] * 16)}, r"\['id'\] has no numbers \(.*", LEAVE_OUT),
@@ -104,6 +114,7 @@ BATCHES = {
   "list": ({"x": X, "id": ["a"] * 16}, r"\['id'\]\[0\] is the string", LEAVE_OUT),
   "mapping": (collections.UserDict({"x": X}), " is of type UserDict", r"pass dict\(batch\), or reg"),
   "dataclass": (Batch(X), " is of type Batch", r"pass dict\(batch\), or register the class"),
+  "tensor": ({"x": X, "t": Tensor()}, r"\['t'\] is of type Tensor", r"pass np\.asarray\(x\)"),
   "loader": (Loader(), " is of type Loader", "pass one batch a call"),
   "generator": ((x for x in [X]), " is of type generator", "pass one batch a call"),
 }  # fmt: skip
