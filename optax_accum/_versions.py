@@ -13,6 +13,9 @@ ADDS_TO_REFERENCES = jax.__version_info__ >= (0, 10)
 # Whether it then adds nothing for an index before the array, which reads nothing.
 GATHERS_RIGHTLY = jax.__version_info__ < (0, 11)
 
+# Whether the types of what a program returned say which memory it is in, over a mesh too.
+TYPES_SAY_MEMORY = jax.__version_info__ >= (0, 10)
+
 
 def scan_inputs(eqn) -> tuple[int, int]:
   """How many inputs of a scan are constants, and how many are carried."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _validate
+from optax_accum import _validate, _versions
 from optax_accum._arithmetic import dtypes
 
 _KIND = "pinned_host"
@@ -79,7 +79,8 @@ def state_on_host(
   def update(updates, state, params=None, **extra_args):
     arrays = list(filter(_moves, jax.tree.leaves(state)))
     on_device = all(_memory(x) == jax.memory.Space.Device for x in arrays)
-    if arrays and on_device and _KIND in _kinds():
+    known = _versions.TYPES_SAY_MEMORY and _KIND in _kinds()
+    if arrays and on_device and known:
       warnings.warn(
         "No array of the optimizer state is in the host's memory, so state_on_host saves nothing."
         " Put it there: jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else"
