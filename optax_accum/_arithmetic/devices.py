@@ -19,6 +19,7 @@ class OneDevice:
 
   axis_name: Any = None
   size = 1
+  of_each = ""  # what messages add to rows
 
   def varying(self, tree):
     """The tree, typed as differing between devices."""
@@ -62,6 +63,7 @@ class OverAxis(OneDevice):
   """The devices of one or several axes of `pmap`, `shard_map` or `vmap`."""
 
   axis_name: AxisName
+  of_each = " on each device"
 
   @property
   def size(self) -> int:  # type: ignore[override]

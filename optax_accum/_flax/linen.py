@@ -95,8 +95,8 @@ def linen_train_step(
 
   Over a mesh:
     Floats in `mutable` are averaged by weight, there and where cycles are merged. A count needs a
-    word: `carry_reduction` is a word for all, or a tree of words by collection, of which those that
-    are not named keep the default, as does None::
+    word: `carry_reduction` is a tree of words by collection; those that are not named keep the
+    default, as does None. (A bare word is for every leaf, the statistics of batch norm too.) ::
 
       linen_train_step(
         loss_fn, mutable=["batch_stats", "counts"], num_microbatches=8, mesh=mesh,

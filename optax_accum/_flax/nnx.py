@@ -96,9 +96,9 @@ def nnx_train_step(
     an `nnx.Param` by the loss is lost.
 
     Over a mesh, and where cycles are merged, floats are averaged by weight. A count, as of right
-    answers or of the tokens of each expert, needs a word: `carry_reduction` is a word for all that
-    is carried, or a tree of words by attribute, of which those that are not named keep the default,
-    as does None::
+    answers or of the tokens of each expert, needs a word: `carry_reduction` is a tree of words by
+    attribute; those that are not named keep the default, as does None. (A bare word is for every
+    leaf, the statistics of batch norm too.) ::
 
       class Classifier(nnx.Module):
         def __init__(self, rngs):

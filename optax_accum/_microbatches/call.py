@@ -47,7 +47,7 @@ class Microbatches:
       self.rows,
       split.num_microbatches,
       split.microbatch_size,
-      split.name(*roles.batch),
+      f"{split.name(*roles.batch)}{self.devices.of_each}",
     )
     # How many microbatches are full, and the rows left for a smaller last one (0: there is none).
     self.full, self.tail_rows = divmod(self.rows, self.size)

@@ -147,9 +147,10 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   if not word and not dtypes.is_inexact(x):
     raise TypeError(
       f"{name} has dtype {x.dtype} and the loss changes it, so devices (or merged cycles) end with"
-      ' different values. Give carry_reduction, a word or a tree of words for the carry: "sum" for'
-      ' a count (the start plus all increments), "max" or "min" for an index or a flag, and "mean"'
-      " for floats beside it. If it is a raw random key, carry a typed one,"
+      " different values. Give carry_reduction a tree with a word for it, such as"
+      ' {"right": "sum", "norm": None}: "sum" for a count (the start plus all increments), "max" or'
+      ' "min" for an index or a flag; None keeps the default, the mean of floats. One bare word is'
+      " for every leaf, floats too. If it is a raw random key, carry a typed one,"
       " jax.random.wrap_key_data(raw)."
     )
   word = word or "mean"

@@ -159,7 +159,7 @@ def microbatch_rows(
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     raise ValueError(
       f"num_microbatches={num_microbatches} does not divide the {rows} rows of {of}: use one of"
-      f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
-      " microbatch smaller and is exact too."
+      f" {divisors}, or microbatch_size={-(-rows // num_microbatches)} (with mesh=, times the"
+      " number of devices), which makes the last microbatch smaller and is exact too."
     )
   return rows // num_microbatches

@@ -101,9 +101,10 @@ def microbatch_value_and_grad(
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
     carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
       ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
-      ``"max"`` and ``"min"``. An integer or boolean that the loss changes has no default: it may be
-      a count or an index. What the loss hands back as it came is not combined. Keys are not either:
-      each device folds its index into its own, and those of the first come out.
+      ``"max"``, ``"min"`` and None, the default: ``{"right": "sum", "stats": None}``. A bare word
+      is for every leaf, floats too. An integer or boolean that the loss changes has no default: it
+      may be a count or an index. An array that the loss returns unchanged stays as it is. Keys are
+      not combined: each device folds its index into its own, and those of the first come out.
 
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the

@@ -311,18 +311,19 @@ def make_train_step(
     tx: Any optax transformation except `optax.lookahead`.
     num_microbatches: The number of equal parts, which divides the rows (of each device).
     microbatch_size: The rows of one microbatch, on all devices, in place of their number. The last
-      one may have fewer, and then counts less.
+      may have fewer, and counts less.
     has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
       of the losses of its rows, and how much they count. The step divides the sums of both.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
       tokens. The loss is multiplied by it, so both must be in float32: cast the logits, not the
-      mean alone. Default: its rows.
-    has_aux: Whether `loss_fn` returns ``(loss, aux)``: a pytree, then in ``metrics["aux"]``.
+      mean. Default: its rows.
+    has_aux: Whether `loss_fn` returns ``(loss, aux)``, aux for ``metrics["aux"]``; with
+      `has_weight` ``((total, weight), aux)``.
     aux_reduction: How aux is combined: ``"mean"`` (weighted; the default, not for values of rows),
       ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (one per microbatch), ``"concat"``
-      (values of rows, in their order), a function ``merge(a, b)``, or a prefix tree of these.
-    batch_argnums: What is split along its first axis: a position, the name of a keyword of the
-      call, or a tuple of these. Default: 1.
+      (values of rows), a function ``merge(a, b)``, or a prefix tree of these.
+    batch_argnums: What is split along its first axis: a position, the name of a keyword, or a tuple
+      of these. Default: 1.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
     donate: Whether parameters and state are updated in place, which deletes what was passed in.
 
@@ -331,8 +332,8 @@ def make_train_step(
       ``jax.random.fold_in(key, i)``; on device ``d``, with N each, it is number ``d * N + i``.
       Default: none, and then a typed key is an error. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
-      batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
-      the new carry before the metrics.
+      batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step the new
+      carry before the metrics.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
@@ -344,12 +345,13 @@ def make_train_step(
     data_axis: The axis that rows are sharded over, or several: ``("replica", "data")``.
 
   Expert options:
-    in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
+    in_place: Whether the backward pass adds layers' gradients to the accumulator directly,
       which saves memory if layers are scanned.
     accumulator_dtype: The dtype to add up in. Default: that of each gradient, float32 at least.
-    carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
-      ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
-      ``"max"`` and ``"min"``. An integer or boolean that the loss changes needs a word.
+    carry_reduction: How devices, or merged cycles, combine a carry: a prefix tree of ``"mean"``
+      (weighted; default for floats), ``"sum"`` (the start plus increments), ``"max"``, ``"min"``
+      and None, the default: ``{"right": "sum", "stats": None}``. A bare word is for every leaf,
+      floats too. Integers and booleans that the loss changes need one.
 
   Returns:
     A `TrainStep`, with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that arrive in
@@ -366,7 +368,7 @@ def make_train_step(
     ========================  ======================================================================
 
   Raises:
-    ValueError, TypeError: An argument, a shape or a type cannot work. The message has the fix.
+    ValueError, TypeError: An argument, a shape or a type cannot work.
     RuntimeError: A step deleted an array.
 
   Over a mesh:

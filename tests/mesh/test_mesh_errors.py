@@ -58,7 +58,7 @@ REFUSED = [
     "60 rows, which the 8 devices .* use 32 or 64 rows"),
   (called(make_mesh(4, 2, **TWO), ONES[:28], data_axis=TWO["axes"], num_microbatches=2), ValueError,
     r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32"),
-  (called(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
+  (called(make_mesh(8), ONES, num_microbatches=3), ValueError, r"8 rows of argument [01] on each device: use one of \[1, 2, 4, 8\], .* times the number"),
   (called(make_mesh(8), ONES, microbatch_size=12), ValueError, "microbatch_size=12 .* use 8 or 16"),
   *(
     (
@@ -77,7 +77,7 @@ REFUSED = [
     "argument 0 has 60 rows, which the 8 devices .* use 48 or 64 rows, or fill up with rows that"
     r" weight_fn, or the weight that a loss returns \(has_weight\), counts as 0",
   ),
-  (mapped(make_mesh(8), ONES, num_microbatches=3), ValueError, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
+  (mapped(make_mesh(8), ONES, num_microbatches=3), ValueError, r"8 rows of argument [01] on each device: use one of \[1, 2, 4, 8\], .* times the number"),
   (mapped(make_mesh(8), ONES, axis_name="data"), ValueError,
     "axis_name='data' is for .* inside .*: give one of the two"),
   (mapped(make_mesh(8), ONES, data_axis="rows"), ValueError, "data_axis='rows' is no axis of the mesh"),

@@ -306,7 +306,7 @@ def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
     return p * jnp.mean(x), (new, None)
 
   x, carry = np.ones(8, np.float32), {"n": start, "same": start}
-  message = rf"argument 2\['n'\] has dtype {start.dtype}.*carry_reduction.*\"sum\" for a count"
+  message = rf"argument 2\['n'\] has dtype {start.dtype}.*tree.*\"sum\" for a count.*every leaf"
   options = {"num_microbatches": 1, "carry_argnum": 2}
 
   def make(**more):
