@@ -2,7 +2,6 @@
 
 import re
 
-from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from support.pages import DOCS
 
 import optax_accum
-from optax_accum.flax import linen_train_step
 
 PAGE = (DOCS / "reference" / "errors.md").read_text()
 MESSAGES = re.findall(r"^- \*\*`(.+)`\*\*$", PAGE, re.MULTILINE)
@@ -110,18 +108,17 @@ def within_shard_map():
   jax.shard_map(lambda: call(build())[2]["loss"], mesh=MESH, **specs)()
 
 
+def right_ones_counted():
+  def counted(params, batch, carry):
+    return mean_loss(params, batch), ({"right": carry["right"] + 1}, None)
+
+  step = build(counted, carry_argnum=2, mesh=MESH)
+  call(step, {"right": np.int32(0)})
+
+
 def state_of_another():
   tx = optax_accum.accumulate(TX, every_k=4)
   tx.update(PARAMS, optax.MultiSteps(TX, 4).init(PARAMS), PARAMS)
-
-
-def collection_without_a_field():
-  def loss_fn(variables, batch, rngs):
-    return mean_loss(variables["params"], batch), {"batch_stats": {}}
-
-  state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
-  step = linen_train_step(loss_fn, mutable=["batch_stats"], num_microbatches=4)
-  step(state, BATCH)
 
 
 def nothing_fits():
@@ -146,8 +143,8 @@ CAUSES = [
   accumulates_already,
   rows_left_over,
   within_shard_map,
+  right_ones_counted,
   state_of_another,
-  collection_without_a_field,
   nothing_fits,
 ]
 
