@@ -1,9 +1,8 @@
 """Whether microbatches leave a loss as it is: `check_split`, and `check` of a step.
 
-`check_split` and `step_check` make `Programs` of a call and report what these tell. A `Call` is the
-arguments as arrays; `probes` changes them in one respect each, and `noise` makes draws the same
-everywhere. `programs` runs all rows at once, each microbatch, and the step, where `devices` says.
-Each run is an `Outcome`. `evidence` has those of all batches, and joins microbatches in whatever
-way it is told. `facts` are what the jaxpr of the loss tells. `diagnose` goes through hypotheses, of
-which `weights` has the formulas, and says in `words` what to write. All ends in a `SplitReport`.
+The step itself is the evidence. `step_check` runs it over its devices, beside all rows at once on
+one device, on the given batch and on altered ones. If they agree, nothing else is compiled or run.
+If not, `diagnose` runs each microbatch by itself, and tries the likeliest mistakes in their order.
+`call` has the arguments as arrays, and alters them. `programs` has what is compiled, and what the
+equations of the loss tell. All ends in a `report`.
 """

@@ -1,353 +1,286 @@
-"""Why microbatches of a loss do not give what the whole batch does: hypotheses, in their order.
+"""Why the step does not give what the whole batch does: the likeliest mistakes, in their order.
 
-Most are other ways to make one of what the microbatches gave.
+Each microbatch is run by itself. Most mistakes are other ways to make one of what these gave.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import itertools
-from typing import NamedTuple
+import operator
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._check_split import words
-from optax_accum._check_split.call import Call
-from optax_accum._check_split.devices import Devices
-from optax_accum._check_split.evidence import Evidence, How, Tried, WORDS
-from optax_accum._check_split.programs import Programs
-from optax_accum._check_split.report import SplitReport, Verdict
-from optax_accum._check_split.weights import ROWS, weights_of
-from optax_accum._microbatches.refusals import (
-  naming,
-  refuse_keys,
-  with_keys,
-  with_rows,
-)
-from optax_accum._microbatches.roles import Roles
+from optax_accum._check_split.call import Call, FIXED
+from optax_accum._check_split.programs import Outcome, Programs
+from optax_accum._check_split.report import LeafComparison, SplitReport
+from optax_accum._validate import leaf_name
 
 
-class Finding(NamedTuple):
-  """What is wrong, why that is known, and what to do about it."""
+class Trial(NamedTuple):
+  """A batch: all of its rows at once, how the step differs, and each microbatch by itself."""
 
-  verdict: Verdict
-  reason: str
-  fix: str
-  how: How | None = None  # with which all agrees
+  call: Call
+  whole: Outcome
+  leaves: list[LeafComparison]
+  rows: Sequence[np.ndarray]  # of the batch, in each microbatch of a device
+  each: Sequence[Outcome] = ()
 
-  def report(self, **fields) -> SplitReport:
-    return SplitReport(self.verdict, self.reason, self.fix, **fields)
-
-
-def refused(programs: Programs) -> Finding | None:
-  """What the defaults refuse: a second batch argument, or a key, that all microbatches share."""
-  split = programs.local.split
-  call = programs.batch
-  if split.batch_argnums is None:
-    finding = unsplit(programs, call.roles)
-    if finding:
-      return finding
-  if split.rng_argnums == () and not split.of_step:
-    return None
-  try:
-    refuse_keys(split, call.roles, call.arguments)
-  except ValueError as error:
-    slots = with_keys(call.roles, call.arguments)
-    fix = words.PASS_A_KEY
-    if all(map(is_key, jax.tree.leaves([call.arguments[x] for x in slots]))):
-      fix = naming("rng", [*call.roles.rng, *slots])
-    return Finding("random", str(error), fix)
-  return None
+  @property
+  def agrees(self) -> bool:
+    return all(leaf.agrees for leaf in self.leaves)
 
 
-def of_step(devices: Devices) -> Finding:
-  """A step that differs, although its microbatches agree."""
-  if devices.loss:
-    return Finding("unknown", words.OVER_MESH, words.OWN_MEAN)
-  return Finding("unknown", words.AS_CALLED, words.PLAIN)
+# By what each microbatch is multiplied before all are added up.
+Factors: TypeAlias = Callable[[Trial], np.ndarray]
 
 
-def explain(evidence: Evidence) -> tuple[Finding, Evidence]:
-  """What is wrong, and on which batches. Odd ones count if a fix explains them: no length is -1."""
-  finding = _of_all(evidence)
-  for most in (1, 0):
-    likely = [x for x in evidence.tried if x.whole.call.oddity <= most]
-    if finding.how or len(likely) in (0, len(evidence.tried)):
-      continue
-    without = evidence._replace(tried=likely)
-    found = _of_all(without)
-    if most == 0 and found.verdict == "ok":
-      break  # what no row has may come
-    finding = found
-    evidence = without
-  return finding, evidence
+def explain(programs: Programs, trials: Sequence[Trial]) -> SplitReport:
+  """What is wrong: the likeliest mistake that explains all trials."""
+  leaves = [leaf for trial in trials for leaf in trial.leaves]
+  differ = dict.fromkeys(leaf.name for leaf in leaves if not leaf.agrees)
+  if not differ:
+    return SplitReport("ok")
+  trials = [*_with_parts(programs, trials)]
+  if all(name.startswith("aux") for name in differ):
+    return _aux(programs, trials, [*differ])
+  return next(_findings(programs, trials))
 
 
-def _of_all(evidence: Evidence) -> Finding:
-  """What is wrong: of what agrees on all batches, what these cannot show."""
-  finding = _of_batches(evidence)
-  if finding.verdict not in ("ok", "sum", "weighted"):
-    return finding
-  if evidence.programs.facts.mixes:
-    return Finding("coupled", words.MIXED, words.MENDS["mixed"])
-  names = " and ".join(_read_carry(evidence.programs))
-  if names:
-    reason = words.CARRIED.format(names=names)
-    return Finding("coupled", reason, words.READ_THE_OLD)
-  return finding
+def _with_parts(programs: Programs, trials: Sequence[Trial]) -> Iterator[Trial]:
+  """The trials with each microbatch by itself, if there are several."""
+  for trial in trials:
+    # A loss that takes rows in groups may not run on a part of them.
+    with contextlib.suppress(Exception):
+      each = [programs.part(trial.call.take(rows)) for rows in trial.rows]
+      if len(each) > 1:
+        yield trial._replace(each=each)
 
 
-def _of_batches(evidence: Evidence) -> Finding:
-  """The first hypothesis that fits, and what is wrong with aux once it is fixed."""
-  how = How.of(evidence.programs)
-  if evidence.agree(how):
-    return _aux(evidence, how) or Finding("ok", "", "", how)
-  first = next(filter(None, (fits(evidence) for fits in _HYPOTHESES)))
-  if evidence.programs.local.split.has_weight:
-    fix = words.TOTAL
-    if first.fix:
-      fix += f" {words.QUOTIENT}\n{first.fix}"
-    first = first._replace(fix=fix)
-  then = None
-  if first.how:
-    then = _aux(evidence, first.how)
-  if then is None:
-    return first
-  reason = f"{first.reason}\n{then.reason}"
-  fix = f"{first.fix}\n{then.fix}"
-  return Finding(first.verdict, reason, fix, then.how)
+def _findings(
+  programs: Programs, trials: Sequence[Trial]
+) -> Iterator[SplitReport]:
+  """Which mistakes explain these trials, the likeliest first."""
+  facts = programs.facts
+  # Of what devices exchange, no microbatch of one device tells.
+  if trials and not facts.exchanges:
+    names = [*trials[0].whole.main]
+    reduction = programs.asked["reduction"]
+    if _fits(trials, names, _ones if reduction == "sum" else _given):
+      yield SplitReport("unknown", STEP_ALONE, OWN_MEAN)
+    if _fits(trials, names, _ones):
+      yield SplitReport("sum", SUM, USE_SUM)
+    for fix, factors in _weights(programs):
+      if _fits(trials, names, factors):
+        if reduction == "sum":
+          fix += ', reduction="mean"'
+        fix += f"\nOr: {RETURN_BOTH}"
+        yield SplitReport("weighted", WEIGHTED, fix)
+    if all(_has_weights(programs, trial) for trial in trials):
+      yield SplitReport("weighted", SOME_WEIGHT, RETURN_BOTH)
+  if programs.fingerprint() != programs.fingerprint():
+    yield SplitReport("random", NOT_A_FUNCTION, PASS_A_KEY)
+  if not facts.keys <= {FIXED}:
+    yield SplitReport("random", SHARED_KEY, PASS_A_KEY)
+  yield SplitReport("coupled", COUPLED, MENDS)
 
 
-def _not_a_function(evidence: Evidence) -> Finding | None:
-  programs = evidence.programs
-  again = programs.whole(programs.call)
-  is_same = programs.fingerprint() == programs.fingerprint()
-  if is_same and programs.given.fits(again.arrays):
-    return None
-  return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
-
-
-def _shared_noise(evidence: Evidence) -> Finding | None:
-  """Whether a loss that draws changes with the places of the rows: its noise is that of a place."""
-  programs = evidence.programs
-  backwards = np.arange(programs.rows)[::-1]
-  if all(
-    x.whole.fits(programs.whole(x.whole.call.take(backwards)).arrays)
-    for x in evidence.tried
-  ):
-    return None
-  shared = [x for x in programs.call.arrays if x.role in ("shared", "held")]
-  keys = dict.fromkeys(x.slot for x in shared if x.may_be_key)
-  if keys:
-    fix = naming("rng", [*programs.batch.roles.rng, *keys])
-    return Finding("random", words.SHARED_KEY, fix)
-  if programs.facts.draws_from_others:
-    return Finding("random", words.SHARED_KEY, words.PASS_A_KEY)
-  return None
-
-
-def _sum(evidence: Evidence) -> Finding | None:
-  how = How.of(evidence.programs, "sum")._replace(weight=ROWS)
-  if not evidence.agree(how):
-    return None
-  fix = 'reduction="sum"'
-  aux = evidence.programs.given.arrays.get("aux")
-  if aux is not None and not aux.shape:
-    fix = words.AUX_MAY_COUNT + fix
-  return Finding("sum", words.SUM, fix, how)
-
-
-def _mean_for_total(evidence: Evidence) -> Finding | None:
-  """Whether a loss that returns ``(total, weight)`` has a mean over rows in the first place."""
-  programs = evidence.programs
-  if not programs.local.split.has_weight:
-    return None
-
-  # What it has there: the check divides it by the weight.
-  def first_of(outcome):
-    return outcome.times(programs.weight(outcome.call))
-
-  tried = []
-  for x in evidence.tried:
-    for size, parts in x.splits:
-      if all(programs.weight(part.call) for part in parts):
-        split = size, list(map(first_of, parts))
-        tried.append(Tried(first_of(x.whole), [split]))
-  if not tried:
-    return None
-  first = evidence._replace(tried=tried)
-  how = How.of(programs)
-  if first.agree(how) or first.agree(how._replace(weight=ROWS)):
-    return Finding("weighted", words.MEAN_FOR_TOTAL, "")
-  return None
-
-
-def _weighted(evidence: Evidence) -> Finding | None:
-  """Whether it is a mean over rows, or over something that can be counted."""
-  programs = evidence.programs
-  # A change may make a weight negative that is none in all rows of the batch.
-  of_rows = {call.name for call in programs.samples}
-  given = [
-    part.call
-    for x in evidence.tried
-    if x.whole.call.name in of_rows
-    for _, parts in x.splits
-    for part in parts
-  ]
-  mean = How.of(programs, "mean")
-  for what, weight_fn, weight in weights_of(programs.call, programs.facts):
-    how = mean._replace(weight=weight)
-    if evidence.agree(how) and all(weight(call) >= 0 for call in given):
-      fix = f"weight_fn={weight_fn}"
-      if programs.local.reduction.name != "mean":
-        fix += ', reduction="mean"'
-      if weight is not ROWS:
-        fix += f"\n{words.OR_BOTH}"
-      return Finding("weighted", words.WEIGHTED.format(what=what), fix, how)
-  return None
-
-
-def _weighted_by_something(evidence: Evidence) -> Finding | None:
-  """Whether it is a mean over something unknown, as far as splits in two tell."""
-  programs = evidence.programs
-  in_two = [rows for _, rows in programs.cuts if len(rows) == 2]
-  if programs.devices.sends or not in_two:
-    return None
-  for x, rows in itertools.product(evidence.tried, in_two):
-    if not _has_share(programs, x.whole.call, rows):
-      return None
-  names = ", ".join(dict.fromkeys(x.argument for x in programs.call.batch))
-  fix = words.DENOMINATOR.format(batch=names)
-  return Finding("weighted", words.SOME_WEIGHT, fix)
-
-
-def _has_share(
-  programs: Programs, call: Call, rows: Sequence[np.ndarray]
+def _fits(
+  trials: Sequence[Trial], names: Sequence[str], factors: Factors
 ) -> bool:
-  """Whether all is share * a + (1 - share) * b of two parts, with one share for all parameters."""
-  points = []
-  for point in (call, *(call.moved(n, size=0.5) for n in (1, 2, 3))):
-    whole = programs.whole(point)
-    if whole.is_finite:
-      outcomes = (whole, *programs.parts(point, rows))
-      points.append([x.in_times_of(whole.allowed) for x in outcomes])
-  all_rows, a, b = map(np.concatenate, zip(*points, strict=True))
-  most = np.argmax(np.abs(a - b))
-  share = (all_rows - b)[most] / (a - b)[most]
-  if not 1e-3 < share < 1 - 1e-3:
-    return False
-  # A tenth of what is allowed elsewhere: a share that is free hides most of a small term.
-  differences = all_rows - share * a - (1 - share) * b
-  return bool(np.max(np.abs(differences)) <= 0.1)
+  """Whether all microbatches, multiplied and added up, give these arrays of all rows."""
+  for trial in trials:
+    numbers = factors(trial)
+    counts = numbers != 0  # what does not is left out, also where it is NaN
+    total = {}
+    for name in names:
+      arrays = [x.arrays[name] for x in trial.each]
+      if len({x.shape for x in arrays}) > 1:
+        return False
+      total[name] = np.tensordot(numbers[counts], np.stack(arrays)[counts], 1)
+    if not all(leaf.agrees for leaf in trial.whole.compare(total)):
+      return False
+  return True
 
 
-def maybe_unsplit(programs: Programs) -> Finding | None:
-  """As `unsplit`, also of what the step itself gives the loss."""
-  roles = programs.batch.roles
-  shared = roles.shared + roles.of_step
-  return unsplit(programs, roles._replace(shared=shared))
+def _ones(trial: Trial) -> np.ndarray:
+  return np.ones(len(trial.rows))
 
 
-def unsplit(programs: Programs, roles: Roles) -> Finding | None:
-  """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
-  call = programs.batch
-  split = programs.local.split
-  slots = with_rows(roles, call.arguments, call.rows)
-  if not slots:
-    return None
-  more = {slot: f"{split.name(slot)} has {call.rows} rows" for slot in slots}
-  reason, fix = words.unsplit(roles.batch, more)
-  return Finding("unsplit", reason, fix)
+def _given(trial: Trial) -> np.ndarray:
+  """How much each counts with the options of the step."""
+  return _shares([x.weight for x in trial.each])
 
 
-def _unsplit_or_coupled(evidence: Evidence) -> Finding:
-  """What remains, with the mends of what was seen in the loss, or with all."""
-  finding = maybe_unsplit(evidence.programs)
-  facts = evidence.programs.facts
-  if finding:
-    return finding
-  if facts.is_half:
-    return Finding("unknown", words.HALF, words.USE_FLOAT32)
-  kinds = facts.couplings or words.MENDS.keys() - {"mixed"}
-  mends = [text for kind, text in words.MENDS.items() if kind in kinds]
-  if facts.couplings:
-    mends.append(words.OTHERS)
-  return Finding("coupled", words.COUPLED, "\n".join(mends))
+def _counted(trial: Trial, numbers: np.ndarray) -> np.ndarray:
+  """How much each counts, by what its rows have of these numbers."""
+  return _shares([np.sum(numbers[rows], dtype=float) for rows in trial.rows])
 
 
-_HYPOTHESES = (
-  _not_a_function,
-  _shared_noise,
-  _sum,
-  _mean_for_total,
-  _weighted,
-  _weighted_by_something,
-  _unsplit_or_coupled,
-)
+def _rows(trial: Trial) -> np.ndarray:
+  return _counted(trial, np.ones(trial.call.rows))
 
 
-def _aux(evidence: Evidence, how: How) -> Finding | None:
-  """Which words reduce the aux that differs."""
-  wrong = {name for name in evidence.wrong(how) if name[:3] == "aux"}
-  if not wrong:
-    return None
-  found = _words_for(evidence, how, WORDS, wrong)
-  if len(found) < len(wrong):
-    return Finding("unknown", words.AUX, words.RATIO)
-  _, tree = evidence.programs.given.names
-  fixed = how.reworded(found)
-  fix = words.tree_option("aux_reduction", jax.tree.map(fixed.words.get, tree))
-  verdict: Verdict = "sum" if {*found.values()} == {"sum"} else "unknown"
-  return Finding(verdict, words.AUX, fix, fixed)
+def _shares(weights: Sequence[float]) -> np.ndarray:
+  return np.array(weights) / (np.sum(weights) or 1.0)
 
 
-def _words_for(
-  evidence: Evidence, how: How, choices: Sequence[str], names: Collection[str]
-) -> dict[str, str]:
-  """The first word that makes each array that of the whole batch, where any does."""
-  found = dict[str, str]()
-  for word in choices:
-    wrong = evidence.wrong(how.reworded(dict.fromkeys(names, word)))
-    found = {**dict.fromkeys(set(names) - wrong, word), **found}
-  return found
+# Which entries of an array x count, or how much: what a report says, the kinds of arrays that it is
+# said of, and the same in NumPy.
+_FORMULAS: dict[str, tuple[str, Callable]] = {
+  "{x}": ("bfiu", lambda x, n: x),
+  "~{x}": ("b", lambda x, n: ~x),
+  "~jnp.isnan({x})": ("f", lambda x, n: ~np.isnan(x)),
+  "{x} != {n:.7g}": ("fiu", operator.ne),
+  "{x} == {n:.7g}": ("fiu", operator.eq),
+  "{x} >= {n:.7g}": ("fiu", operator.ge),
+  "{x} > {n:.7g}": ("fiu", operator.gt),
+}
+# Where each token predicts the next.
+_ENTRIES = {
+  "": slice(None),
+  "[..., 1:]": slice(1, None),
+  "[..., :-1]": slice(None, -1),
+}
 
 
-def groups(programs: Programs) -> Finding | None:
-  """Whether a loss runs on some numbers of rows, and not on others."""
-  most = -(-2 * programs.rows // 3)
-  sizes = {most, programs.rows - most} - {0}
-  sizes |= {len(x) for _, rows in programs.cuts for x in rows}
-  failed = {}
-  for size in sorted(sizes):
-    try:
-      programs.parts(programs.call, [np.arange(size)])
-    except Exception as error:
-      text = f"{type(error).__name__}: {str(error).strip()}"
-      failed[str(size)] = text.partition("\n")[0]
-  if len(failed) == len(sizes):
-    return None
-  reason = words.UNEVEN.format(
-    rows=programs.rows,
-    failed=" or ".join(failed),
-    error=next(iter(failed.values())),
+def _weights(programs: Programs) -> Iterator[tuple[str, Factors]]:
+  """What may count in a mean: the option that says so, and by what it multiplies microbatches."""
+  yield "weight_fn=None", _rows
+  batch = programs.call.of_role("batch")
+  names = ", ".join(dict.fromkeys(x.argument for x in batch))
+  tried = itertools.product(
+    enumerate(batch), _ENTRIES, programs.facts.numbers, _FORMULAS
   )
-  return Finding("coupled", reason, words.GROUPS)
+  for (place, x), entries, n, code in tried:
+    kinds, formula = _FORMULAS[code]
+    if x.kind in kinds and (x.value.ndim > 1 or not entries):
+      text = code.format(x=x.name + entries, n=n)
+
+      def factors(trial, place=place, entries=entries, formula=formula, n=n):
+        value = trial.call.of_role("batch")[place].value
+        return _counted(trial, formula(value[..., _ENTRIES[entries]], n))
+
+      yield f"weight_fn=lambda {names}: jnp.sum({text})", factors
 
 
-def _read_carry(programs: Programs) -> list[str]:
-  """What in the carry the loss changes, and is another by. Not keys, nor integers: counters."""
-  call = programs.call
-  old = [x for x in call.arrays if x.role == "carry" and x.kind in "fcb"]
-  if not old:
-    return []
-  new = programs.new_carry(call.moved(1))
-  names = []
-  for x in old:
-    if np.array_equal(x.value, new[x.name]):
-      continue
-    # A loss may read only what is far from here, or only what is near.
-    others = [call.put("", x, x.moved(1, size)) for size in (0.1, 3.0)]
-    outcomes = map(programs.whole, others)
-    if not all(programs.given.fits(other.arrays) for other in outcomes):
-      names.append(x.name)
-  return names
+def _has_weights(programs: Programs, trial: Trial) -> bool:
+  """Whether some weights, 0 or more, make the whole of two parts, whatever the parameters.
+
+  Least squares find them.
+  """
+  every = np.arange(trial.call.rows)
+  first = np.concatenate(trial.rows[: len(trial.rows) // 2])
+  parts = first, np.delete(every, first), every
+  columns = []
+  for size in (0.0, 1.0, -1.0):
+    call = trial.call.moved(size)
+    each = [programs.part(call.take(rows)) for rows in parts]
+    for name in trial.whole.main:
+      arrays = np.stack([np.ravel(x.arrays[name]) for x in each])
+      # In times of what may be rounding.
+      columns.append(arrays / (trial.whole.allowed[name] or 1.0))
+  table = np.concatenate(columns, axis=1)
+  table = table[:, np.isfinite(table[-1])]
+  # A part that is not finite has nothing that counts.
+  table = table[np.isfinite(table).all(axis=1)]
+  if len(table) < 2 or not table.size:
+    return False
+  # Weights add up to one.
+  large = np.max(np.abs(table[-1]))
+  *a, b = np.pad(table, ((0, 0), (0, 1)), constant_values=large)
+  weights, *_ = np.linalg.lstsq(np.transpose(a), b)
+  # Weights that are free hide most of a small term, unless it is sought a tenth of what is allowed.
+  most = 0.1 if programs.facts.bytes > 2 else 1.0
+  fits = np.max(np.abs(weights @ a - b)) <= most
+  return bool(fits and np.all(weights > -1e-3))
+
+
+def _aux(
+  programs: Programs, trials: Sequence[Trial], differ: Sequence[str]
+) -> SplitReport:
+  """Whether the aux that differs is that of all rows where it is added up."""
+  if not trials or not _fits(trials, differ, _ones):
+    return SplitReport("unknown", AUX, RATIO)
+
+  def new(path, word):
+    return "sum" if leaf_name("aux", path) in differ else word
+
+  words = jax.tree_util.tree_map_with_path(new, programs.words)
+  if {*jax.tree.leaves(words)} == {"sum"}:  # then it is the word for all
+    words = "sum"
+  fix = f"aux_reduction={words!r}".replace("'", '"')
+  return SplitReport("sum", AUX, fix)
+
+
+# What a report says of each mistake: why it is known, and what to write.
+
+STEP_ALONE = """\
+By itself each microbatch agrees on one device, but the step does not: the loss depends on the \
+number of devices, or an option changes a value."""
+OWN_MEAN = """\
+Return the mean of the device's own rows, l.sum() / count, without lax.psum or lax.pmean, and let \
+weight_fn return count: lax.psum of a Python number, lax.axis_size and lax.axis_index differ with \
+the devices. Leave out options that should change no value, such as in_place, one by one."""
+NOT_A_FUNCTION = """\
+A second call with the same arguments gives another result. The loss may draw numbers with NumPy, \
+or count its calls."""
+SHARED_KEY = """\
+All microbatches share a key from which the loss draws noise for each place in the batch. So rows \
+of different microbatches have the same noise."""
+PASS_A_KEY = """\
+Draw with jax.random, from a key that is an argument of the loss, and name it. In a carry, let it \
+be a jax.random.key:
+  loss_fn(params, batch, key), with rng_argnums=2"""
+USE_SUM = """\
+reduction="sum"
+Or, if the loss returns how much its rows count in the place of an aux, has_weight=True in the \
+place of has_aux=True gives the mean."""
+SUM = """\
+The losses and gradients of the microbatches add up to those of the whole batch."""
+RETURN_BOTH = """\
+Let the loss return (total, weight): the sum of the losses of the rows that it is given, which is \
+no mean, and what the loss divides by, which may be 0. With jnp.maximum(count, 1) a microbatch \
+counts in which nothing does. Call it with has_weight=True."""
+WEIGHTED = """\
+The loss is a mean over what the weight_fn below counts: with it the microbatches agree."""
+SOME_WEIGHT = """\
+The loss and gradients are a weighted mean of those of the microbatches. The check did not find \
+what in the batch gives the weights."""
+COUPLED = """\
+The loss of a row depends on the other rows or on their order, and no weight of a microbatch \
+explains it: a contrastive loss, statistics of the batch, a function of a mean (a square root, a \
+ratio), several denominators, or rows in groups."""
+RATIO = """\
+Return what each aux divides, and what it divides by, as two aux reduced by "sum"."""
+AUX = """\
+Loss and gradients agree, but aux does not: aux_reduction does not fit it."""
+BATCH_NORM = """\
+Batch normalization: use group or layer norm, or the running statistics of earlier steps, as the \
+guide When something is wrong does. Training also works as it is: each microbatch is normalized \
+by its own rows."""
+MENDS = f"""\
+Several denominators, or statistics of the data (normalized advantages): compute the totals of \
+the whole batch before the step, and pass them as a further argument that is not split. If the \
+loss divides by them, reduction="sum" adds its parts up. A ratio, product or root of means over \
+the batch needs its sums in the same way.
+A sum and what it is divided by: return both, (total, weight), with has_weight=True. A term \
+without rows, such as a regularizer, needs a mean over rows, or goes outside.
+A contrastive loss, or another that compares rows: run the encoder by \
+optax_accum.microbatch(encode, ...) inside a loss of the whole batch. On several devices gather \
+the rows of all by jax.lax.all_gather. See the guide to contrastive losses.
+{BATCH_NORM}
+Rows in pairs or groups: make each group one row, chosen and rejected in one array of two, not in \
+halves of the batch, and flatten it in the loss:
+  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)  # of neighbors
+  batch = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2), axis=1), batch)  # of halves
+Indices into the flattened batch: let them count within a row.
+A gradient penalty that is the gradient of a mean over the batch: take the gradient of each row, \
+by jax.vmap.
+Rows that meet their neighbors, or that are sorted or selected (the hardest rows): find what each \
+row meets, or which rows count, before the step, for the whole batch, and pass it as a leaf of \
+the batch.
+Rows in a random order (mixup, shuffled negatives): draw the order before the step, for the whole \
+batch, and pass to each row what it meets, as further leaves of the batch:
+  batch = {{**batch, "x_other": batch["x"][order]}}"""

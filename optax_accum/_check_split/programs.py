@@ -1,312 +1,292 @@
-"""What a check runs of a loss: all rows of a batch, microbatches of it, and a step."""
+"""What a check runs of a loss: all rows at once, parts of them, and the step over its devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from optax_accum import _validate
-from optax_accum._arithmetic import weighted_mean
-from optax_accum._arithmetic.across_devices import axes_sent_over
+from optax_accum import _validate, _versions
+from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.reductions import Mean, REDUCTIONS
-from optax_accum._arithmetic.trees import Leaf
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._check_split.call import Call
-from optax_accum._check_split.devices import Devices, on, Run
-from optax_accum._check_split.facts import Facts, facts_of
-from optax_accum._check_split.outcome import Outcome, without_keys
-from optax_accum._check_split.probes import probes_of
-from optax_accum._microbatches.call import Microbatches
+from optax_accum._check_split.report import LeafComparison
+from optax_accum._mesh.loss import Loss
 from optax_accum._microbatches.loss import LocalLoss
+from optax_accum._microbatches.roles import by_slot
 from optax_accum._microbatches.whole import whole_batches
 
-_ONE = Devices()
+Run: TypeAlias = Callable[..., Tree]
+# By name: "loss", "grads['w']", "aux['count']".
+Arrays: TypeAlias = Mapping[str, np.ndarray]
 
-
-class _InPlaceOfLoss(NamedTuple):
-  """In the place of a `LossFunction`, which weighs nothing."""
-
-  fun: Callable[..., Any]
-
-  def __call__(self, /, *args, **kwargs):
-    return self.fun(*args, **kwargs)
-
-  def weighed(self, weight, /, *args, **kwargs):
-    loss, others = self.fun(*args, **kwargs)
-    return loss, (loss, *others)
-
-
+# Of a leaf's largest number, by the bytes of the narrowest float that the loss computes in: eight
+# units of the last place of bfloat16.
+_TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 2.0**-5, 1: 2.0**-5}
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
+_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}
+_DRAWS = {
+  "random_bits",
+  "random_gamma",
+  "threefry2x32",
+  "rng_bit_generator",
+}
+_MANY = 16  # numbers of a constant, or of all that are tried
+# After these an aux is that of all rows. Others keep that of each microbatch, or of one.
+_WORDS = "sum", "mean", "max", "min", "concat"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Programs:
-  """A loss and its calls, and what runs it, each compiled once.
+class Facts(NamedTuple):
+  """What the equations of a loss tell, each by itself."""
 
-  Of the rows of `batch`, the first `rows` are checked, and as many others at a time. `sizes` are
-  those of a microbatch in each split, and `size` is that of the step, on all devices.
-  """
+  sorts: bool
+  keys: set[str]  # the dtypes of those from which it draws
+  bytes: int  # of the narrowest float
+  numbers: list[float]  # with which it compares
+  exchanges: bool  # whether devices send something
 
-  local: LocalLoss
-  batch: Call
-  rows: int
-  sizes: Sequence[int]
-  size: int
-  devices: Devices = _ONE
 
-  @functools.cached_property
-  def samples(self) -> list[Call]:
-    """The call with its first rows, and with others: these refute what is a weight by chance."""
-    starts = np.linspace(0, self.batch.rows - self.rows, 8).astype(int)
-    first, *others = [
-      self.batch.take(np.arange(i, i + self.rows), f"rows from {i} on")
-      for i in np.unique(starts)
-    ]
-    return [first._replace(name=self.batch.name), *others]
+class Outcome(NamedTuple):
+  """What a loss gave for a call."""
+
+  arrays: Arrays
+  weight: float  # how much the rows count
+  allowed: Mapping[str, float]  # what may be rounding
 
   @property
-  def call(self) -> Call:
-    """The given one, with the rows that are checked."""
-    return self.samples[0]
+  def main(self) -> Arrays:
+    """The loss and the gradients."""
+    return {k: x for k, x in self.arrays.items() if not k.startswith("aux")}
 
-  @functools.cached_property
-  def calls(self) -> list[Call]:
-    """The batches to run, the given one first."""
-    facts = self.facts
-    return [*self.samples, *probes_of(self.call, facts.integers, facts.floats)]
+  @property
+  def is_finite(self) -> bool:
+    return all(np.isfinite(x).all() for x in self.main.values())
 
-  @functools.cached_property
-  def cuts(self) -> list[tuple[int, list[np.ndarray]]]:
-    """Of each split the size of a microbatch, and the rows of all.
+  def compare(self, arrays: Arrays) -> list[LeafComparison]:
+    """Its arrays beside others."""
+    each = []
+    for name, other in arrays.items():
+      x = self.arrays[name]
+      difference = np.inf
+      if x.shape == other.shape:
+        difference = _largest(x - other)
+      allowed = self.allowed[name]
+      each.append(LeafComparison(name, _largest(x), difference, allowed))
+    return each
 
-    Without a smaller one, also parts of neighbors, in the same program: pairs of a first and a
-    second half (chosen, rejected) are together in the others.
-    """
-    rows = self.rows
-    cuts = []
-    for size in self.sizes:
-      # As `microbatch_value_and_grad` cuts them.
-      full = rows - rows % size
-      strided = np.arange(full).reshape(size, -1).T.ravel()
-      order = np.array([*strided, *range(full, rows)])
-      cuts.append((size, np.split(order, range(size, rows, size))))
-    size = self.sizes[0]
-    is_even = size < rows and rows % size == 0
-    if is_even and len(cuts) == 1 and not self.devices.sends:
-      cuts.append((size, np.split(np.arange(rows), range(size, rows, size))))
-    return cuts
 
-  @functools.cached_property
-  def given(self) -> Outcome:
-    return self.whole(self.call)
+class Programs:
+  """A loss, a call of it, and what runs it, each compiled once."""
+
+  def __init__(self, loss: Loss, call: Call):
+    self.loss = loss
+    self.call = call
+    self.local: LocalLoss = loss.local
+    self.axes: tuple[Any, ...] = ()  # which the loss may name
+    self.devices = 1
+    self.mesh = None
+    if loss.parallel is not None:
+      self.axes = loss.parallel.axes
+      self.devices = loss.parallel.devices
+      self.mesh = loss.parallel.mesh
+    # The default refuses an aux of as many rows as a microbatch, which here is another number.
+    aux = self.local.asked["aux_reduction"]
+    self.asked = {
+      **self.local.asked,
+      "aux_reduction": "mean" if aux is None else aux,
+    }
+    whole = self._value_and_grad(self.local, None)
+    self._run = _compiled(self._on_one_device(whole))
+    self._steps = functools.cache(self._step_of)
 
   def whole(self, call: Call) -> Outcome:
-    """All rows at once, where the loss does not split by itself."""
-    with whole_batches():
-      whole = self._outcome(self._run, call)
-      nudged = self._outcome(self._run, call.nudged())
+    """All rows at once, and what may be rounding in them."""
+    outcome = self.part(call)
+    eps = float(jnp.finfo(jnp.result_type(float)).eps)
+    nudged = self.part(call.moved(2 * eps))
+    tolerance = _TOLERANCES[self.facts.bytes]
+    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
+    # many units of what was added up: 1e-6 of the largest leaf in float32.
+    small = 1e-2 if self.facts.bytes > 2 else 0.25
+    least = small * max(map(_largest, outcome.main.values()))
+    allowed = {}
     # What parameters change that differ in their last bits alone may be rounding too.
-    allowed = {
-      leaf.name: max(leaf.tolerance, _MANY_UNITS * leaf.difference)
-      for leaf in whole.compare(nudged.arrays)
-    }
-    return whole._replace(allowed=allowed)
+    for name, x in outcome.arrays.items():
+      largest = _largest(x)
+      if name in outcome.main:
+        largest = max(largest, least)
+      nudge = _largest(x - nudged.arrays[name])
+      allowed[name] = max(tolerance * largest, _MANY_UNITS * nudge)
+    return outcome._replace(allowed=allowed)
 
-  def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Outcome]:
-    """What each microbatch gives, or each device in each of them, if they exchange something."""
-    if not self.devices.sends:
-      return [self._outcome(self._run, call.take(x)) for x in rows]
-    parts = []
-    for x in rows:
-      count = self.devices.few.loss.parallel.devices
-      for index, own in enumerate(np.split(x, count)):
-        part = self._outcome(self._each[index], call.take(x))
-        parts.append(part._replace(call=call.take(own)))
-    return parts
+  def part(self, call: Call) -> Outcome:
+    """All rows at once on one device, where the loss does not split by itself."""
+    with whole_batches():
+      return self._outcome(self._run(call.values))
 
-  def as_called(self, call: Call) -> Outcome:
-    """What a step gives with these options, over its mesh if it has one."""
-    return self._outcome(self._step, call)
+  def step(self, call: Call, size: int) -> Outcome:
+    """What the step gives in microbatches of so many rows on all devices."""
+    values = call.values
+    with on(self.mesh):  # where keys are not yet
+      if self.mesh:
+        placed = NamedSharding(self.mesh, PartitionSpec())
+        values = jax.device_put(values, placed)
+      return self._outcome(self._steps(size)(values))
 
-  def weight(self, call: Call) -> float:
-    """How much a microbatch counts."""
-    split = self.local.split
-    if split.weight_fn is None and not split.has_weight:
-      return call.rows
-    return float(self._count(call.values))
-
-  def new_carry(self, call: Call) -> dict[str, Leaf]:
-    """The carry that the loss returns, by the names of the arrays that it gets."""
-    (argument,) = {x.argument for x in call.arrays if x.role == "carry"}
-    _, carry = self._run(call.values)
-    named = _validate.named_leaves(argument, *without_keys(carry))
-    return dict(named)
+  def _outcome(self, out) -> Outcome:
+    words = dict(_validate.named_leaves("aux", self.words))
+    *trees, weight = jax.device_get(out)
+    arrays = {}
+    for root, tree in zip(("loss", "grads", "aux"), trees, strict=True):
+      for name, x in _validate.named_leaves(root, tree):
+        if words.get(name, "mean") in _WORDS:
+          arrays[name] = np.asarray(x, np.result_type(x, float))
+    return Outcome(arrays, float(weight), {})
 
   @functools.cached_property
   def facts(self) -> Facts:
-    """What the jaxpr of the loss tells."""
-    twice = self.call.take(np.arange(2 * self.rows) % self.rows)
+    """What the equations of the loss tell."""
     with whole_batches():
-      closed = self._trace(self.call)
-      try:
-        twin = self._trace(twice)
-      except Exception:  # it runs on certain numbers of rows
-        twin = closed
-    return facts_of(closed, twin, self.call)
+      closed = self._trace()
+    sorts = False
+    keys: set[str] = set()
+    sizes = {jnp.result_type(float).itemsize}
+    numbers = [np.nan]
+    exchanges = False
+    for eqn in _equations(closed.jaxpr):
+      name = _versions.primitive_name(eqn)
+      sorts |= name in ("sort", "top_k")
+      if name in _DRAWS:
+        keys.add(str(eqn.invars[0].aval.dtype))
+      for x in eqn.outvars:
+        if jnp.issubdtype(getattr(x.aval, "dtype", int), jnp.floating):
+          sizes.add(x.aval.dtype.itemsize)
+      # A function within the loss may be given a number, and compare data with it.
+      if name in _COMPARES or _versions.inner_jaxprs(eqn):
+        for x in eqn.invars:
+          for n in _numbers(getattr(x, "val", ())):
+            numbers += n, n - 1, n + 1
+      # These name an axis, and send nothing.
+      if name not in ("pcast", "pvary"):
+        named = eqn.params.get("axes"), eqn.params.get("axis_name")
+        exchanges |= not {*self.axes}.isdisjoint(jax.tree.leaves(named))
+    shared = [x.value for x in self.call.of_role("shared", "of_step")]
+    for x in (*closed.consts, *shared):
+      numbers += _numbers(x)
+    few = [*dict.fromkeys(numbers)][:_MANY]
+    return Facts(sorts, keys, min(sizes), few, exchanges)
+
+  def splits_itself(self) -> bool:
+    """Whether the loss calls `microbatch`."""
+    with whole_batches():
+      whole = self.fingerprint()
+    return whole != self.fingerprint()
 
   def fingerprint(self) -> tuple[str, list[bytes]]:
-    """What two jaxprs of it share, unless NumPy drew numbers while it was traced."""
-    closed = self._trace(self.call)
+    """What two traces of the loss share, unless NumPy drew numbers in them."""
+    closed = self._trace()
     consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
     return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
 
-  def _trace(self, call: Call):
-    devices = self._alone
-    loss = self._alone.loss_of(self._whole)
-
-    def run(values):  # a new function: JAX remembers the jaxpr of one it knows
-      return call.called(functools.partial(loss.value, None), values)
-
-    with on(devices.mesh):
-      return jax.make_jaxpr(devices.mapped(run))(call.values)
-
-  def sends(self) -> bool:
-    """Whether devices exchange something in the loss; also if it runs on no single one."""
-    try:
-      closed = self._trace(self.call)
-    except Exception:
-      return True
-    return not axes_sent_over(closed.jaxpr).isdisjoint(self.devices.axes)
-
-  def _outcome(self, program: Run, call: Call) -> Outcome:
-    try:
-      outputs, _ = program(call.values)
-    except Exception as error:
-      where = f"{self.devices.where}, on {call.rows} of {self.rows} rows."
-      if call.rows < self.rows:
-        where += " On all it ran."
-      error.add_note(f"The check ran it on {where}")
-      raise
-    return Outcome.of(call, outputs, self.facts.is_single)
-
-  # What is compiled.
-
-  @property
-  def _alone(self) -> Devices:
-    """Where all rows are run at once."""
-    return self.devices.first if self.devices.is_alone else self.devices
-
   @functools.cached_property
-  def _run(self) -> Run:
-    return self._compiled(self._alone, self._whole)
+  def words(self) -> Tree:
+    """What was asked for each aux."""
+    asked = self.asked["aux_reduction"]
+    aux = jax.eval_shape(self._run, self.call.values)[2]
+    return reduction_words.match("aux_reduction", asked, aux)
 
-  @functools.cached_property
-  def _each(self) -> list[Run]:
-    """One microbatch over few devices, of which one alone counts: a program for each."""
-    few = self.devices.few
-    each = range(few.loss.parallel.devices)
-    return [self._compiled(few, self._of_one_device(i)) for i in each]
+  def _trace(self):
+    # A new function: JAX remembers the jaxpr of one that it knows.
+    def run(values):
+      args, kwargs = self.call.arguments(values)
+      return self.local.function(*args, **kwargs)[0]
 
-  @functools.cached_property
-  def _step(self) -> Run:
-    """As a step runs it. A carry is an argument like others, and the new one is left."""
-    local = self.local
+    return jax.make_jaxpr(self._on_one_device(run))(self.call.values)
 
-    @functools.wraps(local.fun)
-    def with_aux(*args, **kwargs):
-      loss, (weight, _, aux) = local.function(*args, **kwargs)
-      if weight is not None:
-        loss = loss, weight
-      return loss, aux
+  def _step_of(self, size: int) -> Run:
+    return _compiled(self._value_and_grad(self.loss, size))
 
-    split = dataclasses.replace(
-      local.split,
-      num_microbatches=None,
-      microbatch_size=self.size,
-      carry_argnum=None,
-      carry_reduction=None,
-      rng_argnums=self.local.split.rng_argnums or (),
-      of_step=(*self.local.split.of_step, *self.batch.roles.carry),
+  def _on_one_device(self, run: Run) -> Run:
+    """`run`, in which a loss may name the axes."""
+    if not self.axes:
+      return run
+    return jax.shard_map(
+      run,
+      in_specs=PartitionSpec(),
+      out_specs=PartitionSpec(),
+      axis_names=set(self.axes),
+      check_vma=False,
     )
-    loss = LocalLoss.of(with_aux, local.argnums, True, split, local.asked)
-    return self._compiled(self.devices, loss)
 
-  @functools.cached_property
-  def _count(self) -> Run:
-    """The `weight_fn`, or the weight of the loss, traced, as in microbatches."""
-    split = self.local.split
-    roles = self.batch.roles
+  def _value_and_grad(self, loss: Loss, size: int | None) -> Run:
+    """The results of a loss in such microbatches, each of which reads the carry that was given."""
+    split = dataclasses.replace(
+      self.local.split, num_microbatches=None, microbatch_size=size
+    )
+    fun = self.local.fun
 
-    def weigh(*args, **kwargs):
-      if split.has_weight:
-        _, (weight, *_) = self.local.function(*args, **kwargs)
-        return weight
-      call = Microbatches(split, roles, args, kwargs)
-      return call.weight(0, call.batch, call.rows)
+    @functools.wraps(fun)
+    def with_old_carry(*args, **kwargs):
+      out = fun(*args, **kwargs)
+      for slot in self.local.roles_of(args, kwargs).carry:
+        loss, (_, aux) = out
+        out = loss, (by_slot(args, kwargs)[slot], aux)
+      return out
 
-    run = functools.partial(self.call.called, weigh)
-    return self.devices.first.compiled(run)
-
-  def _compiled(self, devices: Devices, local: LocalLoss) -> Run:
-    """What it gives for arrays."""
-    loss = devices.loss_of(local)
+    new = with_split(loss, split, self.asked, with_old_carry)
 
     def run(values):
-      reduced = self.call.called(loss.value_and_grad, values)
-      return reduced.outputs, reduced.carry
+      args, kwargs = self.call.arguments(values)
+      _, out, stats = new.value_and_grad(*args, **kwargs)
+      return out.loss, out.grads, out.aux, stats.total_weight
 
-    return devices.compiled(run)
+    return run
 
-  @property
-  def _whole(self) -> LocalLoss:
-    """What runs all rows at once: on one device it is `jax.value_and_grad`."""
-    return self._unreduced() if self.devices.is_alone else self.local
 
-  def _unreduced(self) -> LocalLoss:
-    split = dataclasses.replace(
-      self.local.split,
-      weight_fn=None,
-      has_weight=False,
-      skip_nonfinite=False,
-      in_place=False,
-    )
-    mean_loss: Any = _InPlaceOfLoss(self._mean)
-    return dataclasses.replace(
-      self.local,
-      function=mean_loss,
-      split=split,
-      reduction=REDUCTIONS["mean"],
-      grad_reduction=Mean(weighed=True, of_gradients=True),
-      aux_reduction=REDUCTIONS["last"],
-    )
+def with_split(loss: Loss, split, asked, fun: Run) -> Loss:
+  """The loss of a function, split in another way."""
+  local = loss.local
+  local = LocalLoss.of(fun, local.argnums, local.has_aux, split, asked)
+  if loss.parallel is None:
+    return local
+  return dataclasses.replace(loss, local=local)
 
-  def _of_one_device(self, index: int) -> LocalLoss:
-    """The mean where the rows of one device alone count, by its index."""
-    unreduced = self._unreduced()
-    axes = self.devices.axes
 
-    def of_one(*args, **kwargs):
-      loss, (_, *others) = self._mean(*args, **kwargs)
-      weight = (jax.lax.axis_index(axes) == index).astype(loss.dtype)
-      total = weighted_mean.weigh(loss, weight, loss.dtype)
-      return total, (weight, *others)
+def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+  """Sets a mesh, if there is one."""
+  return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
 
-    function: Any = _InPlaceOfLoss(of_one)
-    return dataclasses.replace(
-      unreduced,
-      function=function,
-      split=dataclasses.replace(unreduced.split, has_weight=True),
-      reduction=Mean(weighed=True),
-    )
 
-  def _mean(self, /, *args, **kwargs):
-    """The loss function, which returns the mean where it returned a total and its weight."""
-    loss, (weight, *others) = self.local.function(*args, **kwargs)
-    if weight is not None:
-      loss = weighted_mean.mean(loss, weight, loss.dtype)
-    return loss, (None, *others)
+def _compiled(run: Run) -> Run:
+  """A program of it, compiled fast: it runs some dozen times on few rows."""
+  options = {}
+  if jax.default_backend() == "cpu":
+    options = {"xla_backend_optimization_level": 0}
+  return jax.jit(run, compiler_options=options)
+
+
+def _largest(x: np.ndarray) -> float:
+  return float(np.max(np.abs(x), initial=0.0))
+
+
+def _equations(jaxpr) -> Iterator[Any]:
+  """All equations, with those within them."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in _versions.inner_jaxprs(eqn):
+      yield from _equations(inner)
+
+
+def _numbers(x) -> list[float]:
+  """Those of a small constant."""
+  if is_key(x) or np.size(x) > _MANY or np.asarray(x).dtype.kind not in "iuf":
+    return []
+  return np.ravel(x).tolist()

@@ -1,109 +1,200 @@
-"""`step.check`: the report on the loss of a step, as the step calls it."""
+"""What a check does with a step, or with a loss as `microbatch_value_and_grad` would call it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._check_split import check_split, diagnose, words
-from optax_accum._check_split.devices import Devices, on, one_device
-from optax_accum._check_split.programs import Programs
+from optax_accum._check_split import diagnose
+from optax_accum._check_split.call import Call
+from optax_accum._check_split.diagnose import Trial
+from optax_accum._check_split.programs import on, Programs, with_split
 from optax_accum._check_split.report import SplitReport
 from optax_accum._mesh.loss import Loss
 from optax_accum._microbatches import cut
-from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.refusals import naming, with_keys, with_rows
+from optax_accum._microbatches.roles import by_slot
 
-_ROWS = 4  # at a time: more take longer, and seldom tell more
+_ROWS = 16  # of a microbatch: more take longer, and seldom tell more
 
 
-def check_step(
-  loss: Loss,
-  args,
-  kwargs,
-) -> SplitReport:
+def check_step(loss: Loss, args, kwargs) -> SplitReport:
   """`step.check`: the report on such a call of the loss of a step."""
-  local = loss.local
-  split = local.split
-  check_split.check_concrete(local.fun, args, kwargs)
-  devices = Devices()
-  if loss.parallel is not None:
-    devices = Devices(loss.parallel.axes, loss)
-  args, kwargs = jax.tree.map(_on_host, (args, kwargs))
-  with on(one_device(devices.mesh, devices.axes)):
-    programs = check_split.programs_of(local, args, kwargs)
-    programs = dataclasses.replace(programs, devices=devices)
-    if devices.axes and not diagnose.refused(programs):
-      devices = devices._replace(sends=programs.sends())
-      programs = dataclasses.replace(programs, devices=devices)
-    if devices.axes or split.num_microbatches != 1:
-      report = _first_that_tells(_tries(programs, split))
-    else:  # what splits is within the loss
-      rows = programs.rows
-      whole = dataclasses.replace(programs, sizes=[rows], size=rows)
-      report = check_split.report_of(whole)
-  # Of "coupled": of batch normalization.
-  fix = split.fixes.get(report.verdict)
-  if fix is None:
+  arguments = by_slot(args, kwargs)
+  split = loss.local.split
+  roles = loss.local.roles_of(args, kwargs)
+  keys = with_keys(roles, arguments)
+  if keys and split.rng_argnums != ():
+    fix = naming("rng", [*roles.rng, *keys])
+    given = jax.tree.leaves([arguments[slot] for slot in keys])
+    if not all(map(is_key, given)):
+      # An argument that is named holds keys alone.
+      fix = diagnose.PASS_A_KEY
+    report = SplitReport("random", diagnose.SHARED_KEY, fix)
+  else:
+    report = _report_or_unsplit(loss, args, kwargs)
+  # In steps that call their loss in their own way.
+  own_fix = split.fixes.get(report.verdict)
+  if own_fix is None:
     return report
   if report.verdict == "coupled":
-    fix = report.fix.replace(words.BATCH_NORM, fix)
-  return dataclasses.replace(report, fix=fix)
+    own_fix = report.fix.replace(diagnose.BATCH_NORM, own_fix)
+  return dataclasses.replace(report, fix=own_fix)
 
 
-def _on_host(x):
-  """A copy: of `x` itself NumPy would have a view, and it be donated no more."""
-  if is_key(x):
-    copy = jnp.asarray(np.asarray(jax.random.key_data(x)))
-    return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(x))
-  if isinstance(x, jax.Array):
-    return np.asarray(jnp.copy(x))
-  return x
+def _report_or_unsplit(loss: Loss, args, kwargs) -> SplitReport:
+  """The report, or that all agree if something is split that has the batch's rows."""
+  try:
+    report = _report(loss, args, kwargs)
+  except Exception:
+    unsplit = _unsplit(loss, args, kwargs)
+    if unsplit is None:
+      raise
+    return unsplit
+  if report.verdict in ("coupled", "unknown"):
+    return _unsplit(loss, args, kwargs) or report
+  return report
 
 
-def _tries(programs: Programs, split: Split) -> list[Programs]:
-  """What to try: few rows first, and at last all, where those tell nothing."""
-  rows = programs.rows
-  devices = programs.devices
-  count = 1
-  if devices.loss:
-    count = devices.loss.parallel.devices
-    split = devices.loss.parallel.on_device(split)
-  own = cut.microbatch_rows(
-    rows // count, split.num_microbatches, split.microbatch_size
+def _unsplit(loss: Loss, args, kwargs) -> SplitReport | None:
+  local = loss.local
+  split = local.split
+  arguments = by_slot(args, kwargs)
+  roles = local.roles_of(args, kwargs)
+  rows = cut.batch_rows(split, roles.batch, arguments)
+  slots = with_rows(roles, arguments, rows)
+  if not slots:
+    return None
+  both = *roles.batch, *slots
+  other = dataclasses.replace(split, batch_argnums=both)
+  with contextlib.suppress(Exception):
+    new = with_split(loss, other, local.asked, local.fun)
+    if _report(new, args, kwargs).ok:
+      reason = f"{split.name(*slots)} has {rows} rows, as many as the batch, and is not split."
+      return SplitReport("unsplit", reason, naming("batch", both))
+  return None
+
+
+def _report(loss: Loss, args, kwargs) -> SplitReport:
+  """The report on the first rows."""
+  split = loss.local.split
+  mesh = None
+  one = None
+  devices = 1
+  if loss.parallel is not None:
+    mesh = loss.parallel.mesh
+    devices = loss.parallel.devices
+    split = loss.parallel.on_device(split)
+    # The loss may name the axes, which then have size 1.
+    first = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
+    one = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
+  roles = loss.local.roles_of(args, kwargs)
+  rows = cut.batch_rows(split, roles.batch, by_slot(args, kwargs)) // devices
+  if rows * devices == 1:
+    raise ValueError(
+      "The batch has 1 row, which cannot be split: give 2 or more."
+    )
+  size = cut.microbatch_rows(
+    rows, split.num_microbatches, split.microbatch_size
   )
-  size = own * count  # of a microbatch on all devices
-  halves = 2 if size < rows else 1
-  least = count * halves if devices.loss else 1
-  some = least * max(1, min(rows, _ROWS) // least)
+  is_one = size == rows
+  if is_one:  # then two calls of `add` may have a half each
+    size = -(-rows // 2)
+  size = min(size, max(1, _ROWS // devices))
+  # Two microbatches, or more if they have few rows.
+  rows = min(rows, max(2 * size, 4))
+  with (
+    on(one),
+    jax.default_matmul_precision("highest"),
+    jax.debug_nans(False),
+    np.errstate(all="ignore"),
+  ):
+    with on(mesh):
+      # Raises what the step does.
+      jax.eval_shape(loss.value_and_grad, *args, **kwargs)
+    call = Call.of(loss.local.roles_of.signature, args, kwargs, roles)
+    programs = Programs(loss, call.take(np.arange(rows * devices)))
+    facts = programs.facts
+    # What devices exchange, or the loss splits by itself, stays in one microbatch.
+    if is_one and (facts.exchanges or programs.splits_itself()):
+      trials = [*_trials(programs, rows)]
+    else:
+      # The larger of two parts, which is odd: most losses of rows in groups do not run on it.
+      odd = max(1, min(2 * rows // 3 | 1, rows - 1))
+      trials = [*_trials(programs, odd)]
+      if not trials:
+        trials = [*_trials(programs, size), *_trials(programs, odd + 1)]
+    report = SplitReport("unknown", NOTHING, OTHER_BATCH)
+    if trials:
+      report = diagnose.explain(programs, trials)
+      # The first that differs, or else the first.
+      shown = min(trials, key=lambda trial: trial.agrees)
+      size = len(shown.rows[0]) * devices
+      report = dataclasses.replace(
+        report,
+        where=f"{shown.call.name}; microbatches of {size} rows, of {programs.call.rows}",
+        leaves=tuple(shown.leaves),
+        batches=tuple(dict.fromkeys(trial.call.name for trial in trials)),
+      )
+  notes = []
+  if facts.keys:
+    notes.append(DRAWS)
+  if roles.carry:
+    notes.append(CARRY)
+  reason = report.reason
+  if facts.bytes < 4:
+    reason = f"{reason}\n{IN_HALF}".strip()
+  return dataclasses.replace(report, reason=reason, not_checked=tuple(notes))
 
-  def of(rows, size, sizes):
-    if devices.sends:
-      sizes = [size]
-    return dataclasses.replace(programs, rows=rows, size=size, sizes=sizes)
 
-  sizes = check_split.sizes_of(some)
-  if split.microbatch_size is None:
-    sizes = sizes[:1]  # equal parts: each size is a program to compile
-  of_step = [own] if own < rows else programs.sizes
-  tries = [of(some, some // halves, sizes), of(rows, size, of_step)]
-  if devices.sends and halves > 1:
-    # If the loss does not run on one device: beside one microbatch over all of them.
-    over_all = devices._replace(is_alone=False)
-    tries += [dataclasses.replace(x, devices=over_all) for x in tries]
-  return tries
+def _trials(programs: Programs, size: int) -> Iterator[Trial]:
+  """The given batch and altered ones that run and tell something.
 
-
-def _first_that_tells(tries: Sequence[Programs]) -> SplitReport:
-  """The report on the first that has one with numbers, or on the last."""
-  *first, last = tries
-  for programs in first:
-    # What a loss raises on so few rows, it may not on all.
+  Microbatches of a device have `size` rows.
+  """
+  call = programs.call
+  own = call.rows // programs.devices
+  cut_rows = _cut(own, size)
+  # Devices cut their rows as the first does.
+  rows = [i + x for i in range(0, call.rows, own) for x in cut_rows]
+  base = call.varied("all floats varied")
+  if not programs.whole(base).is_finite:
+    base = call
+  for new in (call, base, *base.altered(programs.facts, cut_rows[-1])):
     with contextlib.suppress(Exception):
-      report = check_split.report_of(programs)
-      if report.leaves:
-        return report
-  return check_split.report_of(last)
+      whole = programs.whole(new)
+      found = programs.step(new, size * programs.devices)
+      # For nothing that counts a step is not taken.
+      is_nonzero = any(map(np.any, whole.main.values()))
+      tells = whole.is_finite and is_nonzero and found.weight > 0
+      # A device where nothing counts may spoil what it sends.
+      if tells and (found.is_finite or not programs.facts.exchanges):
+        yield Trial(new, whole, whole.compare(found.arrays), rows)
+
+
+def _cut(rows: int, size: int) -> list[np.ndarray]:
+  """The rows of each microbatch, as `microbatch_value_and_grad` cuts them."""
+  number = rows // size
+  full = number * size
+  parts = [np.arange(i, full, number) for i in range(number)]
+  if full < rows:
+    parts.append(np.arange(full, rows))
+  return parts
+
+
+DRAWS = """\
+the random numbers that the loss draws: whether the noise of a row depends on other rows, or all \
+rows share one number, which would be another in each microbatch"""
+CARRY = "the new carry: whether it is what the whole batch would make of it"
+IN_HALF = """\
+This is a verdict in 16 bits: the loss computes in them, so differences up to 1/32 of a leaf's \
+largest number pass for rounding."""
+NOTHING = """\
+The loss or its gradients are not finite, or they are zero on all batches, or nothing counts: \
+nothing can be compared."""
+OTHER_BATCH = """\
+Give parameters and a batch for which they are finite, and the loss is not zero."""

@@ -59,16 +59,10 @@ class Specimen:
   uses: tuple[str, ...]  # of the batch
   verdict: str = "ok"
   fix: str = ""  # a part of what the fix says
-  fixed: Any = (
-    None  # a loss that the words of a fix come to; None: the fix is options
-  )
+  fixed: Any = None  # a loss that the words of a fix come to; None: the fix is options
   options: Any = dataclasses.field(default_factory=dict)
-  further: tuple[
-    Any, ...
-  ] = ()  # arguments after the batch, or functions of the batch
-  not_checked: str = (
-    ""  # a part of what the report says that it did not look at
-  )
+  further: tuple[Any, ...] = ()  # arguments after the batch, or functions of the batch
+  not_checked: str = ""  # a part of what the report says that it did not look at
 
   @property
   def hides_in_even_batches(self):
@@ -100,9 +94,7 @@ def logits(params, x):
 
 
 def per_row(params, batch):
-  return (
-    params["scale"] * jnp.tanh(logits(params, batch["x"])).sum(-1) - batch["y"]
-  ) ** 2
+  return (params["scale"] * jnp.tanh(logits(params, batch["x"])).sum(-1) - batch["y"]) ** 2
 
 
 def cross_entropy(params, x, labels):
@@ -143,25 +135,19 @@ def padding_mask(params, batch):
 
 
 def sample_weights(params, batch):
-  return jnp.sum(per_row(params, batch) * batch["weight"]) / jnp.sum(
-    batch["weight"]
-  )
+  return jnp.sum(per_row(params, batch) * batch["weight"]) / jnp.sum(batch["weight"])
 
 
 def ignored_labels(params, batch):
   valid = batch["ignored"] != -100
-  each = cross_entropy(
-    params, batch["tokens"], jnp.where(valid, batch["ignored"], 0)
-  )
+  each = cross_entropy(params, batch["tokens"], jnp.where(valid, batch["ignored"], 0))
   return mean_where(each, valid, least=1)
 
 
 def next_tokens(params, batch):
   labels = batch["ignored"][:, 1:]
   valid = labels >= 0
-  each = cross_entropy(
-    params, batch["tokens"][:, :-1], jnp.where(valid, labels, 0)
-  )
+  each = cross_entropy(params, batch["tokens"][:, :-1], jnp.where(valid, labels, 0))
   return mean_where(each, valid)
 
 
@@ -180,9 +166,7 @@ def other_pad_id(params, batch):
 def lengths(params, batch):
   valid = jnp.arange(TIMES)[None] < batch["lengths"][:, None]
   each = cross_entropy(params, batch["tokens"], batch["targets"])
-  return jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(batch["lengths"]).astype(
-    each.dtype
-  )
+  return jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(batch["lengths"]).astype(each.dtype)
 
 
 def rare_class(params, batch):
@@ -193,9 +177,7 @@ def rare_class(params, batch):
 def class_weights(params, batch):
   weight = jnp.array([1.0, 2.0, 0.5, 3.0])[batch["label"]]
   each = cross_entropy(params, batch["x"], batch["label"])
-  return jnp.sum(each * weight.astype(each.dtype)) / jnp.sum(weight).astype(
-    each.dtype
-  )
+  return jnp.sum(each * weight.astype(each.dtype)) / jnp.sum(weight).astype(each.dtype)
 
 
 def focal(params, batch):
@@ -209,9 +191,7 @@ def focal(params, batch):
 
 def mean_of_row_means(params, batch):
   each = cross_entropy(params, batch["tokens"], batch["targets"])
-  return jnp.mean(
-    jnp.sum(each * batch["mask"], -1) / jnp.sum(batch["mask"], -1)
-  )
+  return jnp.mean(jnp.sum(each * batch["mask"], -1) / jnp.sum(batch["mask"], -1))
 
 
 def over_batch_then_time(params, batch):
@@ -238,9 +218,7 @@ def clip(params, a, b):
   a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
   scores = params["scale"] * a @ b.T
   diagonal = jnp.diagonal(scores)
-  return jnp.mean(
-    jax.nn.logsumexp(scores, 0) + jax.nn.logsumexp(scores, 1) - 2 * diagonal
-  )
+  return jnp.mean(jax.nn.logsumexp(scores, 0) + jax.nn.logsumexp(scores, 1) - 2 * diagonal)
 
 
 def split_encoder(params, batch):
@@ -249,16 +227,12 @@ def split_encoder(params, batch):
   def encode(params, x):
     return logits(params, x), x @ params["v"].astype(x.dtype)
 
-  run = microbatch(
-    encode, reduction="concat", batch_argnums=1, microbatch_size=3
-  )
+  run = microbatch(encode, reduction="concat", batch_argnums=1, microbatch_size=3)
   return clip(params, *run(params, batch["x"]))
 
 
 def batch_norm(params, batch):
-  return mean(
-    params, {**batch, "x": standardised(batch["x"], jnp.mean(batch["x"], 0))}
-  )
+  return mean(params, {**batch, "x": standardised(batch["x"], jnp.mean(batch["x"], 0))})
 
 
 def standardised(x, center):
@@ -275,9 +249,7 @@ def running_statistics(params, batch, center):
 
 def old_statistics(params, batch, center):
   """The exact form: the old statistics in every microbatch, and the new ones as aux."""
-  return mean(
-    params, {**batch, "x": standardised(batch["x"], center)}
-  ), jnp.mean(batch["x"], 0)
+  return mean(params, {**batch, "x": standardised(batch["x"], center)}), jnp.mean(batch["x"], 0)
 
 
 def statistics_of_the_batch(params, batch, center):
@@ -290,9 +262,7 @@ def statistics_of_the_batch(params, batch, center):
 
 def zero_batch_norm(params, batch):
   """A residual branch whose scale starts at zero: its statistics show in one gradient alone."""
-  residual = (params["scale"] - 1.5) * standardised(
-    batch["x"], jnp.mean(batch["x"], 0)
-  )
+  residual = (params["scale"] - 1.5) * standardised(batch["x"], jnp.mean(batch["x"], 0))
   return mean(
     {**params, "scale": jnp.ones_like(params["scale"])},
     {**batch, "x": batch["x"] + residual},
@@ -306,9 +276,7 @@ def dropout(params, batch, key):
 
 def noise_of_rows(params, batch, key):
   keys = jax.random.split(key, batch["x"].shape[0])
-  noise = jax.vmap(
-    lambda key: jax.random.normal(key, (FEATURES,), batch["x"].dtype)
-  )(keys)
+  noise = jax.vmap(lambda key: jax.random.normal(key, (FEATURES,), batch["x"].dtype))(keys)
   return mean(params, {**batch, "x": batch["x"] + noise})
 
 
@@ -325,16 +293,12 @@ def mixup(params, batch, key):
 
 
 def hardest_half(params, batch):
-  return jnp.mean(
-    jax.lax.top_k(per_row(params, batch), len(batch["y"]) // 2)[0]
-  )
+  return jnp.mean(jax.lax.top_k(per_row(params, batch), len(batch["y"]) // 2)[0])
 
 
 def by_a_switch(params, batch):
   """A factor that a mean of the data turns on: even halves of the given batch do not show it."""
-  return mean(params, batch) * jnp.where(
-    jnp.mean(batch["mask"]) > 0.9, 2.0, 1.0
-  )
+  return mean(params, batch) * jnp.where(jnp.mean(batch["mask"]) > 0.9, 2.0, 1.0)
 
 
 def halves(params, batch):
@@ -346,12 +310,8 @@ def halves(params, batch):
 def lengths_but_one(params, batch):
   """A mean over the tokens that have a next one."""
   valid = jnp.arange(TIMES)[None] < batch["lengths"][:, None] - 1
-  each = jnp.where(
-    valid, cross_entropy(params, batch["tokens"], batch["targets"]), 0
-  )
-  return jnp.sum(each) / jnp.maximum(jnp.sum(batch["lengths"] - 1), 1).astype(
-    each.dtype
-  )
+  each = jnp.where(valid, cross_entropy(params, batch["tokens"], batch["targets"]), 0)
+  return jnp.sum(each) / jnp.maximum(jnp.sum(batch["lengths"] - 1), 1).astype(each.dtype)
 
 
 def masked_noise(params, batch, key):
@@ -361,9 +321,7 @@ def masked_noise(params, batch, key):
 
 def order_of_places(params, batch, key):
   """An order of what is within a row, drawn for each row, and sorted noise: rows do not meet."""
-  noise = jnp.argsort(
-    jax.random.uniform(key, batch["tokens"].shape[:2]), axis=1
-  )
+  noise = jnp.argsort(jax.random.uniform(key, batch["tokens"].shape[:2]), axis=1)
   tokens = jnp.take_along_axis(batch["tokens"], noise[..., None], 1)
   return mean(params, {**batch, "x": tokens[:, 0]})
 
@@ -400,9 +358,7 @@ def closed_over_key(params, batch):
 
 def numpy_noise(params, batch):
   noise = np.random.normal(size=batch["x"].shape)
-  return mean(
-    params, {**batch, "x": batch["x"] + noise.astype(batch["x"].dtype)}
-  )
+  return mean(params, {**batch, "x": batch["x"] + noise.astype(batch["x"].dtype)})
 
 
 def token_and_row_terms(params, batch):
@@ -410,13 +366,8 @@ def token_and_row_terms(params, batch):
 
 
 def terms_of_totals(params, batch, totals):
-  tokens = (
-    cross_entropy(params, batch["tokens"], batch["targets"]) * batch["mask"]
-  )
-  return (
-    jnp.sum(tokens) / totals["tokens"]
-    + jnp.sum(per_row(params, batch)) / totals["rows"]
-  )
+  tokens = cross_entropy(params, batch["tokens"], batch["targets"]) * batch["mask"]
+  return jnp.sum(tokens) / totals["tokens"] + jnp.sum(per_row(params, batch)) / totals["rows"]
 
 
 def regularised(params, batch):
@@ -428,9 +379,7 @@ def regularised_sum(params, batch):
 
 
 def kl_batchmean(params, batch):
-  p = jax.nn.softmax(
-    batch["tokens"].sum(1) @ jnp.ones((FEATURES, CLASSES), batch["x"].dtype)
-  )
+  p = jax.nn.softmax(batch["tokens"].sum(1) @ jnp.ones((FEATURES, CLASSES), batch["x"].dtype))
   log_q = jax.nn.log_softmax(logits(params, batch["x"]))
   return jnp.sum(p * (jnp.log(p) - log_q)) / batch["x"].shape[0]
 
@@ -440,30 +389,22 @@ def root_mean_square(params, batch):
 
 
 def free_bits(params, batch):
-  return mean(params, batch) + jnp.maximum(
-    jnp.mean(logits(params, batch["x"]) ** 2), 0.01
-  )
+  return mean(params, batch) + jnp.maximum(jnp.mean(logits(params, batch["x"]) ** 2), 0.01)
 
 
 def capacity(params, batch):
-  return mean(params, batch) + jnp.abs(
-    jnp.mean(logits(params, batch["x"]) ** 2) - 50
-  )
+  return mean(params, batch) + jnp.abs(jnp.mean(logits(params, batch["x"]) ** 2) - 50)
 
 
 def free_bits_of_rows(params, batch):
   """Of each row, one after the other, and of the parameters."""
-  each = jax.lax.map(
-    lambda x: jnp.maximum(jnp.mean(logits(params, x) ** 2), 0.01), batch["x"]
-  )
+  each = jax.lax.map(lambda x: jnp.maximum(jnp.mean(logits(params, x) ** 2), 0.01), batch["x"])
   return jnp.mean(each) + jnp.maximum(jnp.sum(params["w"] ** 2), 0.01)
 
 
 def order_for_a_log(params, batch, key):
   order = jax.random.permutation(key, len(batch["y"]))
-  return mean(params, batch) + 0.0 * jax.random.uniform(
-    key, (), batch["y"].dtype
-  ), order
+  return mean(params, batch) + 0.0 * jax.random.uniform(key, (), batch["y"].dtype), order
 
 
 def free_bits_by(bend):
@@ -474,17 +415,13 @@ def free_bits_by(bend):
 
 def dice(params, batch):
   p = jax.nn.sigmoid(logits(params, batch["tokens"])[..., 0])
-  return 1 - 2 * jnp.sum(p * batch["mask"]) / (
-    jnp.sum(p) + jnp.sum(batch["mask"])
-  )
+  return 1 - 2 * jnp.sum(p * batch["mask"]) / (jnp.sum(p) + jnp.sum(batch["mask"]))
 
 
 def load_balance(params, batch):
   """A mixture of experts: the product of two means over rows."""
   p = jax.nn.softmax(logits(params, batch["x"]))
-  chosen = jnp.mean(
-    jax.nn.one_hot(jnp.argmax(p, -1), CLASSES, dtype=p.dtype), 0
-  )
+  chosen = jnp.mean(jax.nn.one_hot(jnp.argmax(p, -1), CLASSES, dtype=p.dtype), 0)
   return mean(params, batch) + 0.01 * CLASSES * jnp.sum(chosen * jnp.mean(p, 0))
 
 
@@ -513,9 +450,7 @@ def labels_apart(params, batch, y):
 
 def optax_labels(params, batch):
   out = logits(params, batch["x"])
-  return optax.losses.softmax_cross_entropy_with_integer_labels(
-    out, batch["label"]
-  ).mean()
+  return optax.losses.softmax_cross_entropy_with_integer_labels(out, batch["label"]).mean()
 
 
 def totals_of_times(batch):
@@ -541,27 +476,20 @@ XY, SUM = ("x", "y"), {"reduction": "sum"}
 TOKENS = ("tokens", "targets", "mask")
 SHARED = {"rng_argnums": ()}
 DRAWS = "noise of a row depends on other rows"
-BENDS = "of one number of the batch"
 NOISY = {"options": {"rng_argnums": 2}, "further": (KEY,), "not_checked": DRAWS}
-WEIGHED_NOISE = NOISY | {
-  "options": {"rng_argnums": 2, "weight_fn": count_of_mask}
-}
+WEIGHED_NOISE = NOISY | {"options": {"rng_argnums": 2, "weight_fn": count_of_mask}}
 TOTALS = {"batch_argnums": 1, **SUM}
 CENTER = np.zeros(FEATURES)
 _ENCODED = Specimen(split_encoder, ("x",), options={"num_microbatches": 1})
 _NAMED_KEY = Specimen(dropout, XY, **NOISY)
-_TERMS = Specimen(
-  terms_of_totals, (*XY, *TOKENS), options=TOTALS, further=(totals,)
-)
+_TERMS = Specimen(terms_of_totals, (*XY, *TOKENS), options=TOTALS, further=(totals,))
 _TIMES = Specimen(
   over_batch_then_time_of_totals,
   TOKENS,
   options=TOTALS,
   further=(totals_of_times,),
 )
-_OLD = Specimen(
-  old_statistics, XY, options={"has_aux": True}, further=(CENTER,)
-)
+_OLD = Specimen(old_statistics, XY, options={"has_aux": True}, further=(CENTER,))
 _PENALISED = Specimen(regularised, XY)
 
 
@@ -572,15 +500,9 @@ def weigh(text):
 ZOO = {
   "mean": Specimen(mean, XY),
   "sum": Specimen(sum_of_rows, XY, "sum", 'reduction="sum"'),
-  "fixed denominator": Specimen(
-    fixed_denominator, XY, "sum", 'reduction="sum"'
-  ),
-  "mean, added up": Specimen(
-    mean, XY, "weighted", 'reduction="mean"', options=SUM
-  ),
-  "token mean": Specimen(
-    token_mean, TOKENS, "weighted", weigh("batch['mask']")
-  ),
+  "fixed denominator": Specimen(fixed_denominator, XY, "sum", 'reduction="sum"'),
+  "mean, added up": Specimen(mean, XY, "weighted", 'reduction="mean"', options=SUM),
+  "token mean": Specimen(token_mean, TOKENS, "weighted", weigh("batch['mask']")),
   "jnp.mean(where=)": Specimen(
     where_mean,
     ("tokens", "targets", "valid"),
@@ -593,9 +515,7 @@ ZOO = {
     "weighted",
     weigh("~batch['pad']"),
   ),
-  "sample weights": Specimen(
-    sample_weights, (*XY, "weight"), "weighted", weigh("batch['weight']")
-  ),
+  "sample weights": Specimen(sample_weights, (*XY, "weight"), "weighted", weigh("batch['weight']")),
   "labels of -100": Specimen(
     ignored_labels,
     ("tokens", "ignored"),
@@ -608,9 +528,7 @@ ZOO = {
     "weighted",
     weigh("batch['ignored'][..., 1:] >= 0"),
   ),
-  "pad id 0": Specimen(
-    pad_id, ("tokens", "padded"), "weighted", weigh("batch['padded'] != 0")
-  ),
+  "pad id 0": Specimen(pad_id, ("tokens", "padded"), "weighted", weigh("batch['padded'] != 0")),
   "pad id 3": Specimen(
     other_pad_id,
     ("tokens", "targets"),
@@ -623,22 +541,14 @@ ZOO = {
     "weighted",
     weigh("batch['lengths']"),
   ),
-  "rare class": Specimen(
-    rare_class, (*XY, "label"), "weighted", weigh("batch['label'] == 2")
-  ),
-  "focal": Specimen(
-    focal, ("tokens", "targets"), "weighted", weigh("batch['targets'] > 1")
-  ),
+  "rare class": Specimen(rare_class, (*XY, "label"), "weighted", weigh("batch['label'] == 2")),
+  "focal": Specimen(focal, ("tokens", "targets"), "weighted", weigh("batch['targets'] > 1")),
   "mean of row means": Specimen(mean_of_row_means, TOKENS),
   "over batch, then time": Specimen(
     over_batch_then_time, TOKENS, "coupled", "totals", fixed=_TIMES
   ),
-  "contrastive": Specimen(
-    contrastive, ("x",), "coupled", "microbatch(encode", fixed=_ENCODED
-  ),
-  "batch statistics": Specimen(
-    batch_norm, XY, "coupled", "running statistics", _OLD
-  ),
+  "contrastive": Specimen(contrastive, ("x",), "coupled", "microbatch(encode", fixed=_ENCODED),
+  "batch statistics": Specimen(batch_norm, XY, "coupled", "running statistics", _OLD),
   "batch statistics, carried too": Specimen(
     statistics_of_the_batch,
     XY,
@@ -648,22 +558,15 @@ ZOO = {
     {"carry_argnum": 2},
     (CENTER,),
   ),
+  # The check gives every microbatch the old statistics.
   "running statistics, carried": Specimen(
-    running_statistics,
-    XY,
-    "coupled",
-    "after the step",
-    _OLD,
-    {"carry_argnum": 2},
-    (CENTER,),
+    running_statistics, XY, options={"carry_argnum": 2}, further=(CENTER,)
   ),
   "batch statistics behind a zero": Specimen(
     zero_batch_norm, XY, "coupled", "running statistics", _OLD
   ),
   "dropout": _NAMED_KEY,
-  "dropout, key not named": Specimen(
-    dropout, XY, "random", "rng_argnums=2", further=(KEY,)
-  ),
+  "dropout, key not named": Specimen(dropout, XY, "random", "rng_argnums=2", further=(KEY,)),
   "dropout, key shared": Specimen(
     dropout,
     XY,
@@ -690,7 +593,7 @@ ZOO = {
     not_checked=DRAWS,
   ),
   "noise of rows": Specimen(noise_of_rows, XY, **NOISY),
-  # Rows meet in these two, and in those with BENDS below: the report says that it did not look.
+  # Rows meet in these two: the report says that it did not look.
   "tokens drawn": Specimen(drawn_tokens, TOKENS, **NOISY),
   "order for a log": Specimen(
     order_for_a_log,
@@ -701,25 +604,15 @@ ZOO = {
   ),
   "order of places": Specimen(order_of_places, (*XY, "tokens"), **NOISY),
   "masked noise": Specimen(masked_noise, TOKENS, **WEIGHED_NOISE),
-  "mixup": Specimen(
-    mixup, XY, "coupled", '"x_other": batch["x"][order]', **NOISY
-  ),
-  "mixup by sort": Specimen(
-    mixup_by_sort, XY, "coupled", "draw the order", **NOISY
-  ),
-  "rms of the data": Specimen(
-    rms_of_the_data, XY, "coupled", "Several denominators"
-  ),
-  "rolled": Specimen(
-    rolled, XY, "coupled", "before the step, for the whole batch", **NOISY
-  ),
+  "mixup": Specimen(mixup, XY, "coupled", '"x_other": batch["x"][order]', **NOISY),
+  "mixup by sort": Specimen(mixup_by_sort, XY, "coupled", "draw the order", **NOISY),
+  "rms of the data": Specimen(rms_of_the_data, XY, "coupled", "Several denominators"),
+  "rolled": Specimen(rolled, XY, "coupled", "before the step, for the whole batch", **NOISY),
   "dropout, another key closed over": Specimen(
     named_and_closed_over_key, XY, "random", "rng_argnums=2", **NOISY
   ),
   "noise of pairs": Specimen(noise_of_pairs, XY, **NOISY),
-  "NumPy's noise": Specimen(
-    numpy_noise, XY, "random", "rng_argnums=2", fixed=_NAMED_KEY
-  ),
+  "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", fixed=_NAMED_KEY),
   "several terms": Specimen(
     token_and_row_terms,
     (*XY, *TOKENS),
@@ -728,58 +621,39 @@ ZOO = {
     fixed=_TERMS,
   ),
   "regularised": Specimen(regularised, XY),
-  "regularised sum": Specimen(
-    regularised_sum, XY, "coupled", "mean over rows", fixed=_PENALISED
-  ),
+  "regularised sum": Specimen(regularised_sum, XY, "coupled", "mean over rows", fixed=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
-  "root mean square": Specimen(
-    root_mean_square, XY, "coupled", "A ratio, product or root"
-  ),
-  "free bits": Specimen(free_bits, XY, not_checked=BENDS),
-  "capacity": Specimen(capacity, XY, not_checked=BENDS),
+  "root mean square": Specimen(root_mean_square, XY, "coupled", "A ratio, product or root"),
+  "free bits": Specimen(free_bits, XY),
+  "capacity": Specimen(capacity, XY),
   "free bits by where": Specimen(
     free_bits_by(lambda x: jnp.where(jnp.sum(x) > 0.01, jnp.sum(x), 0.01)),
     XY,
-    not_checked=BENDS,
   ),
   "largest mean": Specimen(
     free_bits_by(lambda x: jnp.max(x + jnp.array([1e4, 0, 0, 0], x.dtype))),
     XY,
-    not_checked=BENDS,
   ),
   "free bits by leaky relu": Specimen(
     free_bits_by(lambda x: jax.nn.leaky_relu(jnp.sum(x) - 0.01)),
     XY,
-    not_checked=BENDS,
   ),
   "free bits of rows": Specimen(free_bits_of_rows, ("x",)),
-  "dice": Specimen(
-    dice, ("tokens", "mask"), "coupled", "A ratio, product or root"
-  ),
-  "load balance": Specimen(
-    load_balance, XY, "coupled", "A ratio, product or root"
-  ),
-  "worst row": Specimen(
-    worst_row, XY, "coupled", "sorted or selected", not_checked=BENDS
-  ),
+  "dice": Specimen(dice, ("tokens", "mask"), "coupled", "A ratio, product or root"),
+  "load balance": Specimen(load_balance, XY, "coupled", "A ratio, product or root"),
+  "worst row": Specimen(worst_row, XY, "coupled", "sorted or selected"),
   "hardest half": Specimen(hardest_half, XY, "coupled", "sorted or selected"),
-  "switched": Specimen(
-    by_a_switch, (*XY, "mask"), "coupled", "A ratio, product or root"
-  ),
+  "switched": Specimen(by_a_switch, (*XY, "mask"), "coupled", "A ratio, product or root"),
   "halves": Specimen(halves, XY, "coupled", "x.reshape(-1, group"),
   "lengths but one": Specimen(
     lengths_but_one,
     ("tokens", "targets", "lengths"),
     "weighted",
-    weigh("batch['lengths'] - 1"),
+    "has_weight=True",
   ),
   "groups": Specimen(groups, XY, "coupled", "x.reshape(-1, group"),
-  "neighbours": Specimen(
-    neighbours, XY, "coupled", "before the step, for the whole batch"
-  ),
-  "class weights": Specimen(
-    class_weights, ("x", "label"), "weighted", "what the loss divides by"
-  ),
+  "neighbours": Specimen(neighbours, XY, "coupled", "before the step, for the whole batch"),
+  "class weights": Specimen(class_weights, ("x", "label"), "weighted", "has_weight=True"),
   "labels apart": Specimen(
     labels_apart, ("x",), "unsplit", "batch_argnums=(1, 2)", further=(targets,)
   ),
