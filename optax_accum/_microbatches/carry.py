@@ -157,7 +157,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   kind = REDUCTIONS[word]
   # 0 rows and no dtype, since the checks of these four words ask for neither.
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)
-  if x.dtype == jnp.bool_ and kind.name == "sum":
+  if x.dtype == jnp.bool_ and word == "sum":
     raise TypeError(
       f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".'
     )

@@ -124,9 +124,8 @@ def _rows_of(name: str, leaf) -> int:
   """The rows of one leaf of the batch."""
   if dtypes.is_sparse(leaf):
     raise TypeError(
-      f"{name} is a sparse {type(leaf).__name__}, whose arrays have no rows to split: pass x"
-      " = rows.todense(). Or pass the data and indices of BCOO.fromdense(x, n_batch=1), which"
-      " have rows, and let the loss make BCOO((data, indices), shape=(len(data), columns))."
+      f"{name} is a sparse {type(leaf).__name__}, whose arrays have no rows to split: pass"
+      " rows.todense(), or the data and indices of rows, and make the BCOO in the loss."
     )
   # A single key has no rows; an array of keys has one key for each row.
   if dtypes.is_key(leaf) and not leaf.shape:

@@ -42,8 +42,18 @@ class LossFunction:
 
     Here and nowhere else a weight enters. It is None where `fun` tells it.
     """
-    # It may write into the containers that it gets, so these are its own.
-    own_args, own_kwargs = jax.tree.map(lambda x: x, (args, kwargs))
+    # There is one carry or none. This is as it was before `fun`, which may write into it.
+    carried = self.roles_of(args, kwargs).carry
+    arguments = by_slot(args, kwargs)
+    start: Any = [
+      jax.tree.map(lambda x: x, arguments[slot]) for slot in carried
+    ]
+    # Other dicts and lists are its own too. Objects that it must not change raise by themselves.
+    own_args, own_kwargs = jax.tree.map(
+      lambda x: x,
+      (args, kwargs),
+      is_leaf=lambda x: not isinstance(x, dict | list | tuple),
+    )
     try:
       out = self.fun(*own_args, **own_kwargs)
     except jax.errors.JAXTypeError as error:
@@ -53,18 +63,15 @@ class LossFunction:
     own_weight: Any = None
     carry = None
     aux = None
-    carries = self.split.carry_argnum is not None
-    if self.has_aux or carries:
+    if self.has_aux or carried:
       wanted = "has_aux=True it must return (loss, aux)"
-      if carries:
+      if carried:
         wanted = "carry_argnum it must return (loss, (new_carry, aux))"
       # With a carry the second is a pair itself, which the next pair takes apart.
       loss, aux = _pair(out, out, wanted)
-      if carries:
+      if carried:
         carry, aux = _pair(aux, out, wanted)
-        (slot,) = self.roles_of(args, kwargs).carry
-        given = by_slot(args, kwargs)[slot]
-        carry = changed(self.split.name(slot), given, carry)
+        carry = changed(self.split.name(*carried), *start, carry)
     if self.split.has_weight:
       wanted = (
         "has_weight=True it must return (total, weight) in the place of the loss, as in"

@@ -99,8 +99,7 @@ def state_on_host(
     if different:
       raise ValueError(
         f"After an update {different}: state_on_host returns each array to the memory it came from."
-        " Put it around transformations whose state keeps its tree and its types. If gradients are"
-        " wider than parameters, begin with init of parameters as wide as the gradients."
+        " Put it around transformations whose state keeps its tree and its types."
       )
     return updates, jax.tree.map(_moved, new, came_from)
 

@@ -10,7 +10,6 @@ import pytest
 
 from optax_accum import (
   accumulate,
-  check_split,
   make_train_step,
   microbatch,
   microbatch_value_and_grad,
@@ -96,12 +95,6 @@ def test_a_number_of_microbatches_by_position_gets_its_name():
   for positional in ((4,), (0, 4)):
     with pytest.raises(ValueError, match=r"num_microbatches=None and .* exactly one .* by name"):
       microbatch_value_and_grad(mean_loss, *positional)
-
-
-def test_a_step_is_no_loss_to_check():
-  step = make_train_step(mean_loss, SGD, num_microbatches=2)
-  with pytest.raises(TypeError, match=r"this is a step: write step\.check\("):
-    check_split(step, PARAMS, BATCH)
 
 
 def test_functions_of_the_user_that_do_not_fit_are_named():
