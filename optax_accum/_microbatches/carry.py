@@ -4,7 +4,7 @@ What the loss hands back as it came is not carried: None stands in its place in 
 cycle, and no device or cycle combines it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -139,7 +139,7 @@ class _First(Reduction):
     return across_devices.of_one(state, devices.axis_name, is_first)
 
 
-def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
+def _reduction(name: str, word: str, x: Any) -> Reduction:
   """How a leaf is reduced, by default if its `word` is ""."""
   # Keys cannot be combined: that of the first device or cycle is kept, whatever the word.
   if dtypes.is_key(x):
@@ -156,7 +156,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   word = word or "mean"
   kind = REDUCTIONS[word]
   # 0 rows and no dtype, since the checks of these four words ask for neither.
-  kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)
+  kind.check(name, x, 0, None)
   if x.dtype == jnp.bool_ and word == "sum":
     raise TypeError(
       f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".'

@@ -175,9 +175,8 @@ _identity = jax.custom_jvp(_unmapped)
 @_unmapped.def_vmap
 def _refuse(*args):
   raise NotImplementedError(
-    "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
-    " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its batch_size,"
-    " which is a vmap)."
+    "in_place=True adds gradients to references, which cannot be differentiated, nor mapped by"
+    " jax.vmap: pass in_place=False, or take jax.lax.map without its batch_size."
   )
 
 
@@ -216,9 +215,9 @@ def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
   if wide == dtype:
     return
   raise TypeError(
-    f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
-    f" them as they come out of the backward pass. Keep parameters in {wide} and cast them in the"
-    " loss (in the body of a scan over layers), give no accumulator_dtype, or pass in_place=False."
+    f"{name} has dtype {dtype}, and its gradients would be added up in {wide}, which in_place=True"
+    f" cannot: keep parameters in {wide} and cast them in the loss, in the body of a scan over"
+    " layers; or give no accumulator_dtype; or pass in_place=False."
   )
 
 

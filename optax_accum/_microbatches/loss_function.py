@@ -44,10 +44,8 @@ class LossFunction:
     """
     # There is one carry or none. This is as it was before `fun`, which may write into it.
     carried = self.roles_of(args, kwargs).carry
-    arguments = by_slot(args, kwargs)
-    start: Any = [
-      jax.tree.map(lambda x: x, arguments[slot]) for slot in carried
-    ]
+    carries = [by_slot(args, kwargs)[slot] for slot in carried]
+    start = jax.tree.map(lambda x: x, carries)
     # Other dicts and lists are its own too. Objects that it must not change raise by themselves.
     own_args, own_kwargs = jax.tree.map(
       lambda x: x,
@@ -71,7 +69,7 @@ class LossFunction:
       loss, aux = _pair(out, out, wanted)
       if carried:
         carry, aux = _pair(aux, out, wanted)
-        carry = changed(self.split.name(*carried), *start, carry)
+        carry = changed(self.split.name(*carried), start[0], carry)
     if self.split.has_weight:
       wanted = (
         "has_weight=True it must return (total, weight) in the place of the loss, as in"
