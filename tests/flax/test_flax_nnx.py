@@ -202,7 +202,8 @@ def test_a_loss_may_use_the_transforms_of_nnx():
   assert arrays(model)["['block']['dropout']['rngs']['count']"] == 2 * 3
   expected, other = make(Transformed(), optax.sgd(0.1))
   hand_written(expected, other, strided(batch, 2))
-  trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
+  # A bias before a norm has no gradient but rounding.
+  trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-2)
 
 
 @nnx.custom_vjp

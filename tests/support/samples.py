@@ -12,5 +12,6 @@ def first_of_each(cases, kind):
   """All of the cases, marked but for the first of each kind."""
   seen = set()
   for case in cases:
-    yield more(case) if kind(case) in seen else case
+    parts = case if isinstance(case, tuple) else (case,)
+    yield more(*parts) if kind(case) in seen else case
     seen.add(kind(case))
