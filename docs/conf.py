@@ -84,6 +84,7 @@ autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = [
   "The loss",
+  "What is carried",
   "Over a mesh",
   "The optimizer",
   "A reduction of your own",
