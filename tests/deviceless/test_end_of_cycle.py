@@ -46,7 +46,8 @@ def test_gradients_are_summed_where_a_cycle_ends(platform, in_a_scan, reduces):
   rows = specs, P("data")
   args = devices.abstract((held, np.zeros((256, 64), np.float32)), mesh(platform), rows)
   report = count_collectives(jax.jit(mapped(calls, rows, specs)).lower(*args).compile())
-  times = 4 if in_a_scan else 1
+  # XLA for TPU prints no trips, and then a loop counts once.
+  times = 4 if in_a_scan and not report.unknown_trip_counts else 1
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENTS)}
   if reduces:
     with pytest.raises(AssertionError, match=f"{times} a call: all-reduce"):
