@@ -102,10 +102,9 @@ class Call(NamedTuple):
     self, name: str, fun: Callable[[Array], Leaf], *roles: str
   ) -> "Call":
     """The call with `fun` of every array of these roles."""
-    arrays = list(self.arrays)
-    for i, x in enumerate(arrays):
-      if x.role in roles:
-        arrays[i] = x._replace(value=fun(x))
+    arrays = [
+      x._replace(value=fun(x)) if x.role in roles else x for x in self.arrays
+    ]
     return self._replace(name=name, arrays=tuple(arrays))
 
   def put(self, change: str, array: Array, numbers, where) -> "Call":
@@ -117,9 +116,9 @@ class Call(NamedTuple):
       name, lambda x: value if x is array else x.value, array.role
     )
 
-  def take(self, rows: np.ndarray, name: str = "as given") -> "Call":
+  def take(self, rows: np.ndarray) -> "Call":
     """The call with some rows of the batch."""
-    return self.mapped(name, lambda x: x.value[rows], "batch")
+    return self.mapped(self.name, lambda x: x.value[rows], "batch")
 
   def moved(self, size: float) -> "Call":
     """The call with other parameters: a weight does not depend on them."""
@@ -157,8 +156,6 @@ class Call(NamedTuple):
 
   def altered(self, facts, microbatch: np.ndarray) -> Iterator["Call"]:
     """Calls that differ from this one in one respect. `microbatch` has the rows of one."""
-    again = np.arange(self.rows) ** 2 // self.rows
-    yield self.take(again, "rows drawn again")
     yield self.varied("floats of other signs", 2.3, 0.0)
     if facts.keys:
       # A loss that sorts may put rows in an order that it draws.
@@ -176,19 +173,10 @@ class Call(NamedTuple):
       elif x.kind in "iu":
         half = np.where(x.value > 0, x.value - x.value // 2, x.value)
         yield self.put("halved but in row 0", x, half, np.s_[1:])
-      if x.is_mask and x.kind == "f":  # it is one in every batch
-        continue
-      for number in facts.numbers:
-        # A large float would drown the rest.
-        if x.kind == "f" and abs(number) > np.max(np.abs(x.value)):
-          continue
-        if type(number) is _TYPES.get(x.kind):
+      if x.kind in "iu":
+        for number in facts.numbers:
           change = f"= {number} in the first and last row"
           yield self.put(change, x, number, ([0, -1], *most))
-
-
-# Of the numbers that arrays are compared with.
-_TYPES = {"i": int, "u": int, "f": float}
 
 
 def _in_check_dtype(x):

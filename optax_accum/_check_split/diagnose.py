@@ -3,7 +3,7 @@
 Each microbatch is run by itself. Most mistakes are other ways to make one of what these gave.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import itertools
 import operator
@@ -27,13 +27,9 @@ class Trial(NamedTuple):
   rows: Sequence[np.ndarray]  # of the batch, in each microbatch of a device
   each: Sequence[Outcome] = ()
 
-  @property
-  def agrees(self) -> bool:
-    return all(leaf.agrees for leaf in self.leaves)
 
-
-# By what each microbatch is multiplied before all are added up.
-Factors: TypeAlias = Callable[[Trial], np.ndarray]
+# How much each microbatch of a trial counts.
+Weights: TypeAlias = Callable[[Trial], Sequence[float]]
 
 
 def explain(programs: Programs, trials: Sequence[Trial]) -> SplitReport:
@@ -65,19 +61,22 @@ def _findings(
   facts = programs.facts
   # Of what devices exchange, no microbatch of one device tells.
   if trials and not facts.exchanges:
-    names = [*trials[0].whole.main]
+    names = trials[0].whole.main
     reduction = programs.asked["reduction"]
-    if _fits(trials, names, _ones if reduction == "sum" else _given):
+    if _fits(trials, names, None if reduction == "sum" else _given):
       yield SplitReport("unknown", STEP_ALONE, OWN_MEAN)
-    if _fits(trials, names, _ones):
-      yield SplitReport("sum", SUM, USE_SUM)
-    for fix, factors in _weights(programs):
-      if _fits(trials, names, factors):
+    use_sum = USE_SUM
+    if programs.local.split.has_weight:  # it excludes a sum
+      use_sum = RETURN_BOTH
+    if _fits(trials, names, None):
+      yield SplitReport("sum", SUM, use_sum)
+    for fix, weigh in _weights(programs):
+      if _fits(trials, names, weigh):
         if reduction == "sum":
           fix += ', reduction="mean"'
         fix += f"\nOr: {RETURN_BOTH}"
         yield SplitReport("weighted", WEIGHTED, fix)
-    if all(_has_weights(programs, trial) for trial in trials):
+    if _have_weights(programs, trials):
       yield SplitReport("weighted", SOME_WEIGHT, RETURN_BOTH)
   if programs.fingerprint() != programs.fingerprint():
     yield SplitReport("random", NOT_A_FUNCTION, PASS_A_KEY)
@@ -87,16 +86,19 @@ def _findings(
 
 
 def _fits(
-  trials: Sequence[Trial], names: Sequence[str], factors: Factors
+  trials: Sequence[Trial], names: Iterable[str], weigh: Weights | None
 ) -> bool:
-  """Whether all microbatches, multiplied and added up, give these arrays of all rows."""
+  """Whether these arrays of all rows are weighted means of the microbatches, or with None sums."""
   for trial in trials:
-    numbers = factors(trial)
+    numbers = np.ones(len(trial.rows))
+    if weigh is not None:
+      numbers = np.array(weigh(trial), float)
+      numbers /= np.sum(numbers) or 1.0
     counts = numbers != 0  # what does not is left out, also where it is NaN
     total = {}
     for name in names:
       arrays = [x.arrays[name] for x in trial.each]
-      if len({x.shape for x in arrays}) > 1:
+      if {x.shape for x in arrays} != {trial.whole.arrays[name].shape}:
         return False
       total[name] = np.tensordot(numbers[counts], np.stack(arrays)[counts], 1)
     if not all(leaf.agrees for leaf in trial.whole.compare(total)):
@@ -104,26 +106,9 @@ def _fits(
   return True
 
 
-def _ones(trial: Trial) -> np.ndarray:
-  return np.ones(len(trial.rows))
-
-
-def _given(trial: Trial) -> np.ndarray:
-  """How much each counts with the options of the step."""
-  return _shares([x.weight for x in trial.each])
-
-
-def _counted(trial: Trial, numbers: np.ndarray) -> np.ndarray:
-  """How much each counts, by what its rows have of these numbers."""
-  return _shares([np.sum(numbers[rows], dtype=float) for rows in trial.rows])
-
-
-def _rows(trial: Trial) -> np.ndarray:
-  return _counted(trial, np.ones(trial.call.rows))
-
-
-def _shares(weights: Sequence[float]) -> np.ndarray:
-  return np.array(weights) / (np.sum(weights) or 1.0)
+def _given(trial: Trial) -> Sequence[float]:
+  """By the options of the step."""
+  return [x.weight for x in trial.each]
 
 
 # Which entries of an array x count, or how much: what a report says, the kinds of arrays that it is
@@ -132,10 +117,10 @@ _FORMULAS: dict[str, tuple[str, Callable]] = {
   "{x}": ("bfiu", lambda x, n: x),
   "~{x}": ("b", lambda x, n: ~x),
   "~jnp.isnan({x})": ("f", lambda x, n: ~np.isnan(x)),
-  "{x} != {n:.7g}": ("fiu", operator.ne),
-  "{x} == {n:.7g}": ("fiu", operator.eq),
-  "{x} >= {n:.7g}": ("fiu", operator.ge),
-  "{x} > {n:.7g}": ("fiu", operator.gt),
+  "{x} != {n}": ("fiu", operator.ne),
+  "{x} == {n}": ("fiu", operator.eq),
+  "{x} > {n}": ("fiu", operator.gt),
+  "{x} >= {n}": ("fiu", operator.ge),
 }
 # Where each token predicts the next.
 _ENTRIES = {
@@ -145,63 +130,73 @@ _ENTRIES = {
 }
 
 
-def _weights(programs: Programs) -> Iterator[tuple[str, Factors]]:
-  """What may count in a mean: the option that says so, and by what it multiplies microbatches."""
-  yield "weight_fn=None", _rows
+def _weights(programs: Programs) -> Iterator[tuple[str, Weights]]:
+  """What may count in a mean: the option that says so, and how much microbatches have of it."""
+  if programs.local.split.has_weight:  # it excludes a weight_fn
+    return
+  yield "weight_fn=None", lambda trial: [*map(len, trial.rows)]
   batch = programs.call.of_role("batch")
   names = ", ".join(dict.fromkeys(x.argument for x in batch))
   tried = itertools.product(
-    enumerate(batch), _ENTRIES, programs.facts.numbers, _FORMULAS
+    enumerate(batch), _ENTRIES, programs.facts.numbers or [0], _FORMULAS
   )
   for (place, x), entries, n, code in tried:
     kinds, formula = _FORMULAS[code]
     if x.kind in kinds and (x.value.ndim > 1 or not entries):
       text = code.format(x=x.name + entries, n=n)
 
-      def factors(trial, place=place, entries=entries, formula=formula, n=n):
+      def weigh(trial, place=place, entries=entries, formula=formula, n=n):
         value = trial.call.of_role("batch")[place].value
-        return _counted(trial, formula(value[..., _ENTRIES[entries]], n))
+        counted = formula(value[..., _ENTRIES[entries]], n)
+        return [np.sum(counted[rows]) for rows in trial.rows]
 
-      yield f"weight_fn=lambda {names}: jnp.sum({text})", factors
+      yield f"weight_fn=lambda {names}: jnp.sum({text})", weigh
 
 
-def _has_weights(programs: Programs, trial: Trial) -> bool:
-  """Whether some weights, 0 or more, make the whole of two parts, whatever the parameters.
+def _have_weights(programs: Programs, trials: Sequence[Trial]) -> bool:
+  """Whether some weights, 0 or more, make the whole of two parts in all trials."""
+  least = []
+  for trial in trials:
+    share = _share(programs, trial)
+    if not -1e-3 < share < 1.001:
+      return False
+    least.append(min(share, 1 - share))
+  # Parts of which one never counts are selected.
+  return max(least) > 1e-3
 
-  Least squares find them.
+
+def _share(programs: Programs, trial: Trial) -> float:
+  """How much the first of two parts counts in the whole, whatever the parameters.
+
+  Least squares find it. It is NaN if a weighted mean of the parts is not the whole.
   """
-  every = np.arange(trial.call.rows)
-  first = np.concatenate(trial.rows[: len(trial.rows) // 2])
-  parts = first, np.delete(every, first), every
+  half = len(trial.rows) // 2
+  parts = np.concatenate(trial.rows[:half]), np.concatenate(trial.rows[half:])
   columns = []
   for size in (0.0, 1.0, -1.0):
     call = trial.call.moved(size)
     each = [programs.part(call.take(rows)) for rows in parts]
+    each.append(programs.part(call))
     for name in trial.whole.main:
       arrays = np.stack([np.ravel(x.arrays[name]) for x in each])
       # In times of what may be rounding.
       columns.append(arrays / (trial.whole.allowed[name] or 1.0))
-  table = np.concatenate(columns, axis=1)
-  table = table[:, np.isfinite(table[-1])]
-  # A part that is not finite has nothing that counts.
-  table = table[np.isfinite(table).all(axis=1)]
-  if len(table) < 2 or not table.size:
-    return False
-  # Weights add up to one.
-  large = np.max(np.abs(table[-1]))
-  *a, b = np.pad(table, ((0, 0), (0, 1)), constant_values=large)
-  weights, *_ = np.linalg.lstsq(np.transpose(a), b)
+  # Of a part of which nothing counts the loss may be 0 / 0.
+  first, second, whole = np.nan_to_num(np.concatenate(columns, axis=1))
+  apart = first - second
+  share = np.dot(apart, whole - second) / (np.dot(apart, apart) or 1.0)
   # Weights that are free hide most of a small term, unless it is sought a tenth of what is allowed.
   most = 0.1 if programs.facts.bytes > 2 else 1.0
-  fits = np.max(np.abs(weights @ a - b)) <= most
-  return bool(fits and np.all(weights > -1e-3))
+  if np.max(np.abs(second + share * apart - whole)) > most:
+    return np.nan
+  return share
 
 
 def _aux(
   programs: Programs, trials: Sequence[Trial], differ: Sequence[str]
 ) -> SplitReport:
   """Whether the aux that differs is that of all rows where it is added up."""
-  if not trials or not _fits(trials, differ, _ones):
+  if not trials or not _fits(trials, differ, None):
     return SplitReport("unknown", AUX, RATIO)
 
   def new(path, word):
@@ -217,70 +212,78 @@ def _aux(
 # What a report says of each mistake: why it is known, and what to write.
 
 STEP_ALONE = """\
-By itself each microbatch agrees on one device, but the step does not: the loss depends on the \
-number of devices, or an option changes a value."""
+By itself each microbatch agrees on one device, but the step does not: the
+loss depends on the number of devices, or an option changes a value."""
 OWN_MEAN = """\
-Return the mean of the device's own rows, l.sum() / count, without lax.psum or lax.pmean, and let \
-weight_fn return count: lax.psum of a Python number, lax.axis_size and lax.axis_index differ with \
-the devices. Leave out options that should change no value, such as in_place, one by one."""
+Return the mean of the device's own rows, l.sum() / count, without lax.psum
+or lax.pmean, and let weight_fn return count: lax.psum of a Python number,
+lax.axis_size and lax.axis_index differ with the devices. Leave out options
+that should change no value, such as in_place, one by one."""
 NOT_A_FUNCTION = """\
-A second call with the same arguments gives another result. The loss may draw numbers with NumPy, \
-or count its calls."""
+A second call with the same arguments gives another result. The loss may
+draw numbers with NumPy, or count its calls."""
 SHARED_KEY = """\
-All microbatches share a key from which the loss draws noise for each place in the batch. So rows \
-of different microbatches have the same noise."""
+All microbatches share a key from which the loss draws noise for each place
+in the batch. So rows of different microbatches have the same noise."""
 PASS_A_KEY = """\
-Draw with jax.random, from a key that is an argument of the loss, and name it. In a carry, let it \
-be a jax.random.key:
+Draw with jax.random, from a key that is an argument of the loss, and name
+it. In a carry, let it be a jax.random.key:
   loss_fn(params, batch, key), with rng_argnums=2"""
 USE_SUM = """\
 reduction="sum"
-Or, if the loss returns how much its rows count in the place of an aux, has_weight=True in the \
-place of has_aux=True gives the mean."""
+Or, if the loss returns how much its rows count in the place of an aux, give
+it has_weight=True in the place of has_aux=True for the mean."""
 SUM = """\
-The losses and gradients of the microbatches add up to those of the whole batch."""
+The losses and gradients of the microbatches add up to those of the whole
+batch."""
 RETURN_BOTH = """\
-Let the loss return (total, weight): the sum of the losses of the rows that it is given, which is \
-no mean, and what the loss divides by, which may be 0. With jnp.maximum(count, 1) a microbatch \
-counts in which nothing does. Call it with has_weight=True."""
+Let the loss return (total, weight): the sum of the losses of the rows that
+it is given, which is no mean, and what the loss divides by, which may be
+0. With jnp.maximum(count, 1) a microbatch counts in which nothing does.
+Call it with has_weight=True."""
 WEIGHTED = """\
-The loss is a mean over what the weight_fn below counts: with it the microbatches agree."""
+The loss is a mean over what the weight_fn below counts: with it the
+microbatches agree."""
 SOME_WEIGHT = """\
-The loss and gradients are a weighted mean of those of the microbatches. The check did not find \
-what in the batch gives the weights."""
+The loss and gradients are a weighted mean of those of the microbatches.
+The check did not find what in the batch gives the weights."""
 COUPLED = """\
-The loss of a row depends on the other rows or on their order, and no weight of a microbatch \
-explains it: a contrastive loss, statistics of the batch, a function of a mean (a square root, a \
-ratio), several denominators, or rows in groups."""
+The loss of a row depends on the other rows or on their order, and no
+weight of a microbatch explains it: a contrastive loss, statistics of the
+batch, a function of a mean (a square root, a ratio), several denominators,
+or rows in groups."""
 RATIO = """\
-Return what each aux divides, and what it divides by, as two aux reduced by "sum"."""
+Return what each aux divides, and what it divides by, as two aux reduced by
+"sum"."""
 AUX = """\
 Loss and gradients agree, but aux does not: aux_reduction does not fit it."""
-BATCH_NORM = """\
-Batch normalization: use group or layer norm, or the running statistics of earlier steps, as the \
-guide When something is wrong does. Training also works as it is: each microbatch is normalized \
-by its own rows."""
-MENDS = f"""\
-Several denominators, or statistics of the data (normalized advantages): compute the totals of \
-the whole batch before the step, and pass them as a further argument that is not split. If the \
-loss divides by them, reduction="sum" adds its parts up. A ratio, product or root of means over \
-the batch needs its sums in the same way.
-A sum and what it is divided by: return both, (total, weight), with has_weight=True. A term \
-without rows, such as a regularizer, needs a mean over rows, or goes outside.
-A contrastive loss, or another that compares rows: run the encoder by \
-optax_accum.microbatch(encode, ...) inside a loss of the whole batch. On several devices gather \
-the rows of all by jax.lax.all_gather. See the guide to contrastive losses.
-{BATCH_NORM}
-Rows in pairs or groups: make each group one row, chosen and rejected in one array of two, not in \
-halves of the batch, and flatten it in the loss:
-  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)  # of neighbors
-  batch = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2), axis=1), batch)  # of halves
-Indices into the flattened batch: let them count within a row.
-A gradient penalty that is the gradient of a mean over the batch: take the gradient of each row, \
-by jax.vmap.
-Rows that meet their neighbors, or that are sorted or selected (the hardest rows): find what each \
-row meets, or which rows count, before the step, for the whole batch, and pass it as a leaf of \
-the batch.
-Rows in a random order (mixup, shuffled negatives): draw the order before the step, for the whole \
-batch, and pass to each row what it meets, as further leaves of the batch:
-  batch = {{**batch, "x_other": batch["x"][order]}}"""
+MENDS = """\
+- Several denominators, or statistics of the data (normalized advantages):
+  compute the totals of the whole batch before the step, and pass them as a
+  further argument that is not split. If the loss divides by them,
+  reduction="sum" adds its parts up. A ratio, product or root of means over
+  the batch needs its sums in the same way.
+- A sum and what it is divided by: return both, (total, weight), with
+  has_weight=True. A term without rows, such as a regularizer, needs a mean
+  over rows, or goes outside.
+- A contrastive loss, or another that compares rows: run the encoder by
+  optax_accum.microbatch(encode, ...) inside a loss of the whole batch. On
+  several devices gather the rows of all by jax.lax.all_gather. See the
+  guide to contrastive losses.
+- Batch normalization: use group or layer norm, or the running statistics
+  of earlier steps (model.eval() in nnx), as the guide When something is
+  wrong does. Or accept that each microbatch is normalized by its own rows.
+- Rows in pairs or groups: make each group one row, chosen and rejected in
+  one array of two, not in halves of the batch, and flatten it in the loss:
+    batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)  # of neighbors
+    batch = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2), axis=1), batch)  # of halves
+- Indices into the flattened batch: let them count within a row.
+- A gradient penalty that is the gradient of a mean over the batch: take
+  the gradient of each row, by jax.vmap.
+- Rows that meet their neighbors, or that are sorted or selected (the
+  hardest rows): find what each row meets, or which rows count, before the
+  step, for the whole batch, and pass it as a leaf of the batch.
+- Rows in a random order (mixup, shuffled negatives): draw the order before
+  the step, for the whole batch, and pass to each row what it meets, as
+  further leaves of the batch:
+    batch = {**batch, "x_other": batch["x"][order]}"""

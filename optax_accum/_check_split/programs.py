@@ -39,7 +39,6 @@ _DRAWS = {
   "threefry2x32",
   "rng_bit_generator",
 }
-_MANY = 16  # numbers of a constant, or of all that are tried
 # After these an aux is that of all rows. Others keep that of each microbatch, or of one.
 _WORDS = "sum", "mean", "max", "min", "concat"
 
@@ -50,7 +49,7 @@ class Facts(NamedTuple):
   sorts: bool
   keys: set[str]  # the dtypes of those from which it draws
   bytes: int  # of the narrowest float
-  numbers: list[float]  # with which it compares
+  numbers: list[int]  # with which it compares
   exchanges: bool  # whether devices send something
 
 
@@ -75,11 +74,10 @@ class Outcome(NamedTuple):
     each = []
     for name, other in arrays.items():
       x = self.arrays[name]
-      difference = np.inf
-      if x.shape == other.shape:
-        difference = _largest(x - other)
-      allowed = self.allowed[name]
-      each.append(LeafComparison(name, _largest(x), difference, allowed))
+      difference = _largest(x - other)
+      each.append(
+        LeafComparison(name, _largest(x), difference, self.allowed[name])
+      )
     return each
 
 
@@ -93,10 +91,13 @@ class Programs:
     self.axes: tuple[Any, ...] = ()  # which the loss may name
     self.devices = 1
     self.mesh = None
+    self.one = None  # a mesh of one device, where these axes have size 1
     if loss.parallel is not None:
       self.axes = loss.parallel.axes
       self.devices = loss.parallel.devices
-      self.mesh = loss.parallel.mesh
+      self.mesh = mesh = loss.parallel.mesh
+      one = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
+      self.one = Mesh(one, mesh.axis_names, axis_types=mesh.axis_types)
     # The default refuses an aux of as many rows as a microbatch, which here is another number.
     aux = self.local.asked["aux_reduction"]
     self.asked = {
@@ -105,7 +106,9 @@ class Programs:
     }
     whole = self._value_and_grad(self.local, None)
     self._run = _compiled(self._on_one_device(whole))
-    self._steps = functools.cache(self._step_of)
+    self._steps = functools.cache(
+      lambda size: _compiled(self._value_and_grad(loss, size))
+    )
 
   def whole(self, call: Call) -> Outcome:
     """All rows at once, and what may be rounding in them."""
@@ -159,7 +162,8 @@ class Programs:
     sorts = False
     keys: set[str] = set()
     sizes = {jnp.result_type(float).itemsize}
-    numbers = [np.nan]
+    values = [x.value for x in self.call.of_role("shared", "of_step")]
+    values += closed.consts
     exchanges = False
     for eqn in _equations(closed.jaxpr):
       name = _versions.primitive_name(eqn)
@@ -171,18 +175,18 @@ class Programs:
           sizes.add(x.aval.dtype.itemsize)
       # A function within the loss may be given a number, and compare data with it.
       if name in _COMPARES or _versions.inner_jaxprs(eqn):
-        for x in eqn.invars:
-          for n in _numbers(getattr(x, "val", ())):
-            numbers += n, n - 1, n + 1
+        values += [getattr(x, "val", 0.0) for x in eqn.invars]
       # These name an axis, and send nothing.
       if name not in ("pcast", "pvary"):
         named = eqn.params.get("axes"), eqn.params.get("axis_name")
         exchanges |= not {*self.axes}.isdisjoint(jax.tree.leaves(named))
-    shared = [x.value for x in self.call.of_role("shared", "of_step")]
-    for x in (*closed.consts, *shared):
-      numbers += _numbers(x)
-    few = [*dict.fromkeys(numbers)][:_MANY]
-    return Facts(sorts, keys, min(sizes), few, exchanges)
+    numbers: list[int] = []
+    for x in values:
+      if jnp.issubdtype(jnp.result_type(x), jnp.integer) and np.size(x) <= 16:
+        for n in np.ravel(x).tolist():
+          numbers += n, n - 1, n + 1
+    numbers = [*dict.fromkeys(numbers)][:16]  # each takes time
+    return Facts(sorts, keys, min(sizes), numbers, exchanges)
 
   def splits_itself(self) -> bool:
     """Whether the loss calls `microbatch`."""
@@ -210,9 +214,6 @@ class Programs:
       return self.local.function(*args, **kwargs)[0]
 
     return jax.make_jaxpr(self._on_one_device(run))(self.call.values)
-
-  def _step_of(self, size: int) -> Run:
-    return _compiled(self._value_and_grad(self.loss, size))
 
   def _on_one_device(self, run: Run) -> Run:
     """`run`, in which a loss may name the axes."""
@@ -283,10 +284,3 @@ def _equations(jaxpr) -> Iterator[Any]:
     yield eqn
     for inner in _versions.inner_jaxprs(eqn):
       yield from _equations(inner)
-
-
-def _numbers(x) -> list[float]:
-  """Those of a small constant."""
-  if is_key(x) or np.size(x) > _MANY or np.asarray(x).dtype.kind not in "iuf":
-    return []
-  return np.ravel(x).tolist()

@@ -1,20 +1,9 @@
 """What `check_split` returns: the verdict, why, what to write, and the leaves compared."""
 
 import dataclasses
-import textwrap
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-Verdict: TypeAlias = Literal[
-  "ok",
-  "sum",
-  "weighted",
-  "coupled",
-  "random",
-  "unsplit",
-  "unknown",
-]
 _SHOWN = 5  # leaves that differ, of which `str` shows no more
-_WIDTH = 80
 _HEAD = (
   "leaf                                         largest  difference     allowed"
 )
@@ -53,16 +42,14 @@ class SplitReport:
     where: The batch and the split of `leaves`: the first that disagrees.
     leaves: Of each leaf of loss, gradients and aux its ``name``, ``size``, ``difference``,
       ``tolerance``, and whether it ``agrees``; ``()`` if nothing ran.
-    batches: The batches that were compared: the given one, and altered ones.
     not_checked: Sentences that say what was not tested.
   """
 
-  verdict: Verdict
+  verdict: str
   reason: str = ""
   fix: str = ""
   where: str = ""
   leaves: tuple[LeafComparison, ...] = ()
-  batches: tuple[str, ...] = ()
   not_checked: tuple[str, ...] = ()
 
   @property
@@ -73,31 +60,21 @@ class SplitReport:
   def __str__(self) -> str:
     texts = [f"check_split: {self.verdict}"]
     if self.ok:
-      altered = len(self.batches) - 1
       texts.append(
-        f"Microbatches agree with the whole batch: as given, and in {altered} altered copies."
+        "Microbatches agree with the whole batch: as given, and in altered copies."
       )
-    texts.append(_wrapped("why: ", self.reason))
-    texts.append(_wrapped("fix: ", self.fix))
+    texts += _labeled("why", self.reason), _labeled("fix", self.fix)
     for text in self.not_checked:
-      texts.append(_wrapped("not checked: ", text))
+      texts.append(_labeled("not checked", text))
     differ = [x for x in self.leaves if not x.agrees]
     if differ:
-      texts.append(f"\n{self.where}")
-      texts.append(_HEAD)
+      texts += f"\n{self.where}; the first leaves that differ:", _HEAD
     for name, *numbers in differ[:_SHOWN]:
       texts.append(_ROW.format(name[-40:], *numbers))
-    if len(differ) > _SHOWN:
-      texts.append(f"... and {len(differ) - _SHOWN} more in report.leaves")
     return "\n".join(filter(None, texts))
 
 
-def _wrapped(label: str, text: str) -> str:
-  """A text of several lines behind its label. Code stands on lines of its own, and is not cut."""
-  indent = " " * len(label)
-  lines = []
-  for line in text.splitlines():
-    if not line.startswith("  "):
-      line = textwrap.fill(line, _WIDTH - len(label), break_long_words=False)
-    lines.append(textwrap.indent(line, indent))
-  return "\n".join(lines).replace(indent, label, 1)
+def _labeled(label: str, text: str) -> str:
+  """A text of several lines behind its label; nothing, if it is empty."""
+  indented = text.replace("\n", "\n     ")
+  return text and f"{label}: {indented}"

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 
 import jax
-from jax.sharding import Mesh
 import numpy as np
 
 from optax_accum._arithmetic.dtypes import is_key
@@ -19,14 +18,17 @@ from optax_accum._microbatches import cut
 from optax_accum._microbatches.refusals import naming, with_keys, with_rows
 from optax_accum._microbatches.roles import by_slot
 
-_ROWS = 16  # of a microbatch: more take longer, and seldom tell more
+# Rows of a microbatch: more take longer, and seldom tell more.
+_ROWS = 16
+# And in 16 bits: a sum of many has large rounding.
+_ROWS_IN_HALF = 4
 
 
 def check_step(loss: Loss, args, kwargs) -> SplitReport:
   """`step.check`: the report on such a call of the loss of a step."""
-  arguments = by_slot(args, kwargs)
   split = loss.local.split
   roles = loss.local.roles_of(args, kwargs)
+  arguments = by_slot(args, kwargs)
   keys = with_keys(roles, arguments)
   if keys and split.rng_argnums != ():
     fix = naming("rng", [*roles.rng, *keys])
@@ -38,12 +40,8 @@ def check_step(loss: Loss, args, kwargs) -> SplitReport:
   else:
     report = _report_or_unsplit(loss, args, kwargs)
   # In steps that call their loss in their own way.
-  own_fix = split.fixes.get(report.verdict)
-  if own_fix is None:
-    return report
-  if report.verdict == "coupled":
-    own_fix = report.fix.replace(diagnose.BATCH_NORM, own_fix)
-  return dataclasses.replace(report, fix=own_fix)
+  fix = split.fixes.get(report.verdict, report.fix)
+  return dataclasses.replace(report, fix=fix)
 
 
 def _report_or_unsplit(loss: Loss, args, kwargs) -> SplitReport:
@@ -82,63 +80,59 @@ def _unsplit(loss: Loss, args, kwargs) -> SplitReport | None:
 def _report(loss: Loss, args, kwargs) -> SplitReport:
   """The report on the first rows."""
   split = loss.local.split
-  mesh = None
-  one = None
-  devices = 1
-  if loss.parallel is not None:
-    mesh = loss.parallel.mesh
-    devices = loss.parallel.devices
-    split = loss.parallel.on_device(split)
-    # The loss may name the axes, which then have size 1.
-    first = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
-    one = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
   roles = loss.local.roles_of(args, kwargs)
-  rows = cut.batch_rows(split, roles.batch, by_slot(args, kwargs)) // devices
-  if rows * devices == 1:
+  rows = cut.batch_rows(split, roles.batch, by_slot(args, kwargs))
+  if rows == 1:
     raise ValueError(
       "The batch has 1 row, which cannot be split: give 2 or more."
     )
+  call = Call.of(loss.local.roles_of.signature, args, kwargs, roles)
+  programs = Programs(loss, call)
+  devices = programs.devices
+  rows //= devices
+  if loss.parallel is not None:
+    split = loss.parallel.on_device(split)
   size = cut.microbatch_rows(
     rows, split.num_microbatches, split.microbatch_size
   )
   is_one = size == rows
   if is_one:  # then two calls of `add` may have a half each
     size = -(-rows // 2)
-  size = min(size, max(1, _ROWS // devices))
-  # Two microbatches, or more if they have few rows.
-  rows = min(rows, max(2 * size, 4))
   with (
-    on(one),
+    on(programs.one),
     jax.default_matmul_precision("highest"),
     jax.debug_nans(False),
     np.errstate(all="ignore"),
   ):
-    with on(mesh):
+    with on(programs.mesh):
       # Raises what the step does.
       jax.eval_shape(loss.value_and_grad, *args, **kwargs)
-    call = Call.of(loss.local.roles_of.signature, args, kwargs, roles)
-    programs = Programs(loss, call.take(np.arange(rows * devices)))
     facts = programs.facts
+    most = _ROWS if facts.bytes > 2 else _ROWS_IN_HALF
+    size = min(size, max(1, most // devices))
+    # Two microbatches, or parts of 2 rows and 1.
+    rows = min(rows, max(2 * size, 3))
+    call = call.take(np.arange(rows * devices))
     # What devices exchange, or the loss splits by itself, stays in one microbatch.
     if is_one and (facts.exchanges or programs.splits_itself()):
-      trials = [*_trials(programs, rows)]
+      trials = [*_trials(programs, call, rows)]
     else:
       # The larger of two parts, which is odd: most losses of rows in groups do not run on it.
       odd = max(1, min(2 * rows // 3 | 1, rows - 1))
-      trials = [*_trials(programs, odd)]
+      trials = [*_trials(programs, call, odd)]
       if not trials:
-        trials = [*_trials(programs, size), *_trials(programs, odd + 1)]
+        trials += _trials(programs, call, size)
+        trials += _trials(programs, call, odd + 1)
     report = SplitReport("unknown", NOTHING, OTHER_BATCH)
     if trials:
       report = diagnose.explain(programs, trials)
       # The first that differs, or else the first.
-      shown = min(trials, key=lambda trial: trial.agrees)
+      shown = min(trials, key=lambda x: all(leaf.agrees for leaf in x.leaves))
       size = len(shown.rows[0]) * devices
       report = dataclasses.replace(
         report,
-        where=f"{shown.call.name}; microbatches of {size} rows, of {programs.call.rows}",
+        where=f"{shown.call.name}; microbatches of {size} rows, of {call.rows}",
         leaves=tuple(shown.leaves),
-        batches=tuple(dict.fromkeys(trial.call.name for trial in trials)),
       )
   notes = []
   if facts.keys:
@@ -151,12 +145,11 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
   return dataclasses.replace(report, reason=reason, not_checked=tuple(notes))
 
 
-def _trials(programs: Programs, size: int) -> Iterator[Trial]:
+def _trials(programs: Programs, call: Call, size: int) -> Iterator[Trial]:
   """The given batch and altered ones that run and tell something.
 
   Microbatches of a device have `size` rows.
   """
-  call = programs.call
   own = call.rows // programs.devices
   cut_rows = _cut(own, size)
   # Devices cut their rows as the first does.
@@ -187,14 +180,16 @@ def _cut(rows: int, size: int) -> list[np.ndarray]:
 
 
 DRAWS = """\
-the random numbers that the loss draws: whether the noise of a row depends on other rows, or all \
-rows share one number, which would be another in each microbatch"""
+the random numbers that the loss draws: whether the noise of a row depends
+on other rows, or all rows share one number, which would be another in each
+microbatch"""
 CARRY = "the new carry: whether it is what the whole batch would make of it"
 IN_HALF = """\
-This is a verdict in 16 bits: the loss computes in them, so differences up to 1/32 of a leaf's \
-largest number pass for rounding."""
+This is a verdict in 16 bits: the loss computes in them, so differences up
+to 1/32 of a leaf's largest number pass for rounding."""
 NOTHING = """\
-The loss or its gradients are not finite, or they are zero on all batches, or nothing counts: \
-nothing can be compared."""
+The loss or its gradients are not finite, or they are zero on all batches,
+or nothing counts: nothing can be compared."""
 OTHER_BATCH = """\
-Give parameters and a batch for which they are finite, and the loss is not zero."""
+Give parameters and a batch for which they are finite, and the loss is not
+zero."""

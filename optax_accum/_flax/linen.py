@@ -127,8 +127,6 @@ class LinenTrainStep(flax_step.FlaxStep):
     count="state.step",
   )
   fixes: ClassVar[dict[str, str]] = {
-    "coupled": "Batch normalization: use group or layer norm, or accept that each microbatch is"
-    " normalized by its own rows (its statistics go into mutable). See the guide Flax linen.",
     "unsplit": flax_step.UNSPLIT,
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',

@@ -130,8 +130,6 @@ class NnxTrainStep(flax_step.FlaxStep):
     count="optimizer['step']",
   )
   fixes: ClassVar[dict[str, str]] = {
-    "coupled": "Batch normalization: use group or layer norm, or the running statistics"
-    " (model.eval()), or accept that each microbatch is normalized by its own rows.",
     "unsplit": flax_step.UNSPLIT,
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
