@@ -137,7 +137,7 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
   notes = []
   if facts.keys:
     notes.append(DRAWS)
-  if roles.carry:
+  if call.of_role("carry"):
     notes.append(CARRY)
   reason = report.reason
   if facts.bytes < 4:
@@ -186,7 +186,8 @@ microbatch"""
 CARRY = "the new carry: whether it is what the whole batch would make of it"
 IN_HALF = """\
 This is a verdict in 16 bits: the loss computes in them, so differences up
-to 1/32 of a leaf's largest number pass for rounding."""
+to 1/32 of a leaf's largest number pass for rounding. With a weight a loss
+must be in float32: cast its logits."""
 NOTHING = """\
 The loss or its gradients are not finite, or they are zero on all batches,
 or nothing counts: nothing can be compared."""
