@@ -37,20 +37,6 @@ WITH_AUX = {**STATS_ALONE, "has_aux": True}
 GOOD = {"batch_stats": STATS}
 
 
-@pytest.mark.parametrize(("options", "error", "match"), [
-  ({"rng_argnums": 2}, TypeError, "unexpected keyword .*'rng_argnums'"),
-  ({"carry_argnum": 2}, TypeError, "unexpected keyword .*'carry_argnum'"),
-  ({"tx": optax.sgd(0.1)}, TypeError, "unexpected keyword .*'tx'"),
-  ({"axis_name": "data"}, TypeError, "unexpected keyword .*'axis_name'"),
-  ({"batch_argnums": 1}, TypeError, "unexpected keyword .*'batch_argnums'"),
-  ({"num_microbatches": 0}, ValueError, "=0 must be at least 1"),
-  ({"num_microbatches": None}, ValueError, "give exactly one of the two"),
-])  # fmt: skip
-def test_options_that_cannot_work_are_refused(options, error, match):
-  with pytest.raises(error, match=match):
-    linen_train_step(returning(), **{"num_microbatches": 2, **options})
-
-
 MEAN = r"returned state\.batch_stats\['norm'\]\['mean'\]"
 
 
@@ -134,9 +120,3 @@ def test_a_batch_and_statistics_are_named_as_in_the_call():
   )
   with pytest.raises(TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"):
     step(make_state(batch_stats=raw), batch)
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-  step = linen_train_step(returning(), num_microbatches=5)
-  with pytest.raises(ValueError, match=r"num_microbatches=5 does not divide .*24 rows"):
-    step(make_state(), make_batch(np.float32))

@@ -198,31 +198,3 @@ def test_an_nnx_model_may_be_a_teacher(mesh):
   noisy.eval()
   expected = nnx.jit(loss_fn)(student, batch, noisy)
   trees.assert_close(run(batch, noisy)[1]["loss"], expected, 1e-5)
-
-
-@pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
-def test_advantages_are_normalized_over_the_whole_batch(mesh):
-  """PPO in nnx: mean and deviation are found before the step, and are one further argument."""
-
-  def statistics(batch):
-    return jnp.mean(batch["gain"]), jnp.std(batch["gain"]) + 1e-8
-
-  def ppo(model, batch, of_batch=None):
-    mean, deviation = of_batch or statistics(batch)
-    advantage = (batch["gain"] - mean) / deviation
-    chosen = jax.nn.log_softmax(model(batch["x"]))
-    ratio = jnp.exp(chosen[jnp.arange(len(advantage)), batch["y"]] + 1.0)
-    kept = jnp.clip(ratio, 0.8, 1.2)
-    return -jnp.mean(jnp.minimum(ratio * advantage, kept * advantage))
-
-  with jax.enable_x64(True):
-    gain = np.random.default_rng(2).normal(2.0, 3.0, ROWS)
-    batch = make_batch() | {"gain": gain}
-    expected = call_of("nnx", ppo, num_microbatches=1)[-1](batch)
-    _, _, _, run = call_of("nnx", ppo, num_microbatches=3, mesh=mesh)
-    found = run(batch, statistics(batch))
-    wrong = call_of("nnx", ppo, num_microbatches=3, mesh=mesh)[-1](batch)
-  expected, found, wrong = jax.device_get((expected, found, wrong))
-  trees.assert_close(found[0], expected[0], 1e-10)
-  trees.assert_close(found[1]["loss"], expected[1]["loss"], 1e-10)
-  assert trees.largest_difference(wrong[0], expected[0]) > 1e-4

@@ -11,7 +11,7 @@ import optax
 import pytest
 from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.optimizers import loss_elsewhere, relaxed
+from support.optimizers import relaxed
 
 from optax_accum import accumulate, count_collectives, make_train_step
 
@@ -118,16 +118,6 @@ def test_sharded_parameters_stay_so_under_an_outer_jit():
   new, state, metrics = jax.jit(lambda *args: step(*args))(*args)
   trees.assert_close(jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6)
   assert new["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
-
-
-@kinds
-def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
-  mesh, tx = make_mesh(4, 2, kind=kind), loss_elsewhere()
-  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
-  params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
-  args = (params, tx.init(params), make_batch())
-  actual = jax.jit(lambda *args: step(*args))(*args)
-  trees.assert_close(jax.device_get(actual), jax.device_get(step(*args)), 1e-6)
 
 
 def test_an_automatic_axis_beside_an_explicit_one_is_left_to_the_compiler():

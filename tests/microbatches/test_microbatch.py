@@ -155,23 +155,6 @@ def test_weight_fn_is_given_every_batch_argument_in_their_order(argnums):
   assert (float(loss), float(grad)) == (3.0, 1.0)
 
 
-def test_skip_nonfinite_leaves_out_what_has_a_weight_that_is_not_finite():
-  def loss_fn(params, x):
-    total = jnp.sum(params * jnp.where(jnp.isinf(x), 0, x))
-    return total, jnp.sum(1 + 0 * x)
-
-  value_and_grad = functools.partial(
-    optax_accum.microbatch_value_and_grad, loss_fn, num_microbatches=3, has_weight=True
-  )
-  x = np.float32([0, np.inf, 2, 3, 4, 5])  # row i is in microbatch i % 3
-  run = jax.jit(value_and_grad(skip_nonfinite=True))
-  loss, grad, stats = run(jnp.asarray(2.0), x)
-  assert (float(loss), float(grad)) == (5.0, 2.5)
-  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (1, 4)
-  # without it, it shows
-  assert not np.isfinite(jax.jit(value_and_grad())(jnp.asarray(2.0), x)[1])
-
-
 @pytest.mark.parametrize("broken_at_zero", [
   lambda p, x: jnp.mean(jnp.sqrt(p["z"] * x)),
   lambda p, x: jnp.mean(jnp.sqrt(jnp.real(p["c"] * jnp.conj(p["c"])) * x)),
@@ -388,14 +371,6 @@ def test_integers_keep_their_dtype_and_small_ones_are_widened():
     )
     for total, (_, summed) in zip(totals, widened, strict=True):
       assert (total.dtype, int(total)) == (summed, 200 * n)
-
-
-def test_float8_outputs_have_a_mean_a_max_and_a_min():
-  x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
-  run = optax_accum.microbatch(
-    lambda x: (x[0], x[0], x[0]), reduction=("mean", "max", "min"), num_microbatches=4
-  )
-  assert [float(v) for v in jax.jit(run)(x)] == [2.5, 4, 1]
 
 
 def test_one_microbatch_is_the_program_of_value_and_grad():

@@ -202,14 +202,6 @@ def test_complex_values_have_no_order(kind, n):
   )
 
 
-def test_leaves_that_are_no_arrays_are_refused():
-  match = r"argument 0\['name'\] has type str and cannot be differentiated"
-  with pytest.raises(TypeError, match=match):
-    optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)(
-      {"w": jnp.ones(3), "name": "w"}, BATCH
-    )
-
-
 def noisy_loss(params, key, data):
   return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
 
@@ -360,12 +352,3 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
       step(w, tx.init(w), batch)
   got = step(w, tx.init(w), {"positions": moved, "count": each})[2]["loss"]
   np.testing.assert_allclose(got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("tx", "match"), [
-  (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
-  (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax opt"),
-])  # fmt: skip
-def test_transformations_that_are_none_are_refused(tx, match):
-  with pytest.raises(TypeError, match=match):
-    optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)

@@ -60,6 +60,8 @@ elsewhere.__module__ = "optax_losses"
   (lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
     r"tx=<function mean .* is not an optax\.GradientTransformation"),
   (lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8), r"call it first, as in adam\("),
+  (lambda: make_train_step(elsewhere, optax.MultiSteps(SGD, 2), num_microbatches=8),
+    "tx is an optax.MultiSteps object"),
   *(
     (
       lambda make=make, value=value: make(value),
@@ -106,16 +108,6 @@ def test_functions_of_the_user_that_do_not_fit_are_named():
     step(PARAMS, SGD.init(PARAMS), BATCH)
 
 
-def test_a_batch_of_strings_or_lists_gets_what_to_write():
-  step = make_train_step(mean_loss, SGD, num_microbatches=2)
-  with pytest.raises(
-    TypeError, match=r"batch\['name'\] is the string 'name' and no array: leave it out"
-  ):
-    step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
-  with pytest.raises(ValueError, match=r"has shape \(\), .* array"):
-    step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
-
-
 @pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_a_decorated_loss_has_its_own_errors(decorate):
   @functools.wraps(mean_loss)
@@ -126,15 +118,6 @@ def test_a_decorated_loss_has_its_own_errors(decorate):
   assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
-
-
-def test_a_loss_may_have_an_argument_that_accumulate_has():
-  def with_flush(params, batch, flush):
-    return jnp.where(flush, 2.0, 1.0) * mean_loss(params, batch)
-
-  step = make_train_step(with_flush, SGD, num_microbatches=2, donate=False)
-  metrics = step(PARAMS, SGD.init(PARAMS), BATCH, flush=True)[-1]
-  assert metrics["loss"] == 8
 
 
 def test_losses_that_fit_or_cannot_be_asked_are_taken():

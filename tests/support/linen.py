@@ -29,8 +29,6 @@ class Model(nn.Module):
       x = nn.BatchNorm(use_running_average=not train, momentum=0.9, **kind)(x)
     elif self.norm == "layer":
       x = nn.LayerNorm(**kind)(x)
-    elif self.norm == "group":
-      x = nn.GroupNorm(num_groups=2, **kind)(x)
     x = nn.Dropout(self.rate, deterministic=not train)(nn.tanh(x))
     return nn.Dense(CLASSES, **kind)(x)
 

@@ -13,9 +13,9 @@ def whole_batch_step(loss_fn, tx):
   tx = optax.with_extra_args_support(tx)
 
   @jax.jit
-  def step(params, opt_state, batch):
+  def step(params, opt_state, *args):
     def value_fn(params):
-      return loss_fn(params, batch)
+      return loss_fn(params, *args)
 
     value, grad = jax.value_and_grad(value_fn)(params)
     extra_args = {"value": value, "grad": grad, "value_fn": value_fn}

@@ -1,6 +1,5 @@
 """One jitted call is one optimizer step on the whole batch."""
 
-import copy
 import functools
 import inspect
 
@@ -175,28 +174,6 @@ def test_weight_reaches_a_transformation_that_wants_it():
   assert float(state[1]) == float(metrics["loss"])
 
 
-def padded_loss(params, batch):
-  return loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
-
-
-def test_a_batch_of_padding_takes_no_step():
-  params, tx = init_params(), relaxed(optax.adamw(0.1))
-  batch = {**digits(8), "valid": np.zeros(8, np.float32)}
-  step = optax_accum.make_train_step(
-    padded_loss, tx, num_microbatches=4, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
-  )
-  opt_state = tx.init(params)
-  new, new_state, metrics = step(params, opt_state, batch)
-  chex.assert_trees_all_equal((new, new_state), (params, opt_state))
-  assert (float(metrics["total_weight"]), float(metrics["loss"])) == (0.0, 0.0)
-  assert not metrics["stepped"]
-  batch["valid"] = np.eye(8, dtype=np.float32)[3]
-  new, _, metrics = step(params, opt_state, batch)
-  assert float(metrics["total_weight"]) == 1.0
-  assert metrics["stepped"]
-  assert trees.largest_difference(new, params) > 0.01
-
-
 def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
   tx, params, batch = relaxed(optax.adamw(0.1)), init_params(), digits(8)
   step = optax_accum.make_train_step(
@@ -270,23 +247,6 @@ def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
     chex.assert_trees_all_equal_shapes_and_dtypes(shape, out)
 
 
-@pytest.mark.parametrize(
-  ("copied", "size", "donate"), [(copy.copy, None, True), (copy.deepcopy, 8, False)]
-)
-def test_a_step_can_be_copied(copied, size, donate):
-  mesh = None if size is None else make_mesh(size)
-  tx, batch = optax.sgd(0.1), digits(32)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
-
-  def first(step):
-    return jax.device_get(step(init_params(), tx.init(init_params()), batch))
-
-  uncalled, expected = copied(step), first(step)
-  for other in (uncalled, copied(step)):
-    chex.assert_trees_all_equal(first(other), expected)
-  assert trees.largest_difference(expected[0], init_params()) > 1e-3
-
-
 # What of a state is made anew, as a count, is on no device in particular.
 @pytest.mark.parametrize("committed", [False, True])
 def test_one_compilation_serves_every_step(committed):
@@ -306,17 +266,6 @@ def test_one_compilation_serves_every_step(committed):
       params, opt_state, _ = step(params, opt_state, batch)
       made.append(len(programs))
   assert made[0] == made[-1] > 0
-
-
-def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
-  tx, params, batch = relaxed(optax.adam(1e-3)), init_params(hidden=256), digits(512)
-  shapes = jax.eval_shape(lambda: (params, tx.init(params), batch))
-  temps = [
-    temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
-    for n in (1, 2, 4, 8)
-  ]
-  assert temps == sorted(temps, reverse=True)
-  assert temps[-1] < 0.5 * temps[0]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -352,14 +301,6 @@ def test_arguments_of_the_loss_may_have_any_name(name):
 def test_a_step_has_the_signature_of_its_loss(loss, names):
   step = optax_accum.make_train_step(loss, optax.sgd(0.1), num_microbatches=2)
   assert list(inspect.signature(step).parameters) == names
-
-
-def test_a_step_has_a_name_under_an_outer_jit():
-  step = optax_accum.make_train_step(
-    lambda w, x: jnp.mean(w * x), optax.sgd(0.1), num_microbatches=2
-  )
-  lowered = jax.jit(step).lower(jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4))
-  assert "jit_train_step" in lowered.as_text()
 
 
 @pytest.mark.parametrize("mesh", [None, 8])
