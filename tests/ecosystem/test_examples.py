@@ -7,10 +7,8 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 
 import jax
-import matplotlib.figure
 import pytest
 from support import fast_compile
 
@@ -72,49 +70,25 @@ SUCCEEDS = [
 FAILS = [
   ("flax_linen.py", ("--epochs", "4"), "argument --epochs: must be 5 or more, to reach 0.95, got 4"),
   ("train_lm.py", ("--steps", "ten"), "argument --steps: must be a whole number, 1 or more, got ten"),
-  ("train_lm.py", ("--batch", "8", "--microbatch", "16"), "--batch 8 is not a multiple of .* 16"),
   ("train_lm.py", ("--data", "missing.txt"), "--data missing.txt: No such file or directory"),
-  ("train_lm.py", ("--data", "empty.txt"), "--data holds 0 bytes; .* --length 64 needs 650"),
   ("train_lm.py", ("--data", "short.txt"), "--data holds 649 bytes; .* --length 64 needs 650"),
   ("train_lm.py", ("--batch", "12"), "--batch 12 is not a multiple of --microbatch 8"),
-  ("train_lm.py", ("--microbatch", "0"), "argument --microbatch: must be a whole number, 1 or more, got 0"),
-  ("train_lm.py", ("--steps", "-1"), "argument --steps: must be a whole number, 1 or more, got -1"),
-  ("train_lm.py", ("--width", "30"), "--width 30 is not a multiple of 4, the number of heads"),
-  ("train_lm.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
   ("multi_process.py", ("--process-id", "1"), "give all of --coordinator, --num-processes and --process-id, or none"),
-  ("multi_process.py", ("--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "2"),
-    "--process-id 2 must be one of 0 to --num-processes - 1"),
   ("contrastive.py", ("--batch", "12"), "--batch 12 is not 2 or more times --microbatch 32"),
-  ("contrastive.py", ("--microbatch", "512"), "--batch 512 is not 2 .* --microbatch 512"),
-  ("contrastive.py", ("--batch", "68", "--microbatch", "4"),
-    "--batch 68 is not a multiple of 8, the number of devices"),
-  ("contrastive.py", ("--steps", "20"), "--steps 20 must be 60 or more, --batch 512 64 or more.*"),
-  ("contrastive.py", ("--batch", "1600"), "--batch 1600 is more than the 1347 images to train on"),
   ("large_vocabulary.py", ("--microbatch", "65"),
     "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*"),
-  ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
   ("packed_text.py", ("--microbatch", "12"), "--microbatch 12 is not a multiple of 8, .*"),
-  ("packed_text.py", ("--steps", "19"), "--steps 19 must be 20 or more, --length 256 64 or more"),
-  ("packed_text.py", ("--length", "63"), "--steps 24 must be 20 or more, --length 63 64 or more"),
-  ("packed_text.py", ("--length", "x"), "argument --length: must be a whole number, .* got x"),
   ("mixture_of_experts.py", ("--steps", "29"), "--steps 29 must be 30 or more, to balance .*"),
-  ("mixture_of_experts.py", ("--batch", "8"), "--batch 8 is not 2 or more times --microbatch 8"),
-  ("mixture_of_experts.py", ("--batch", "20"), "--batch 20 is not 2 or more times .* 8"),
-  ("mixture_of_experts.py", ("--microbatch", "4"), "--microbatch 4 is not a multiple of the 8 devices"),
-  ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
   ("influence.py", ("--planted", "90"), "--planted 90 is more than half of the 1[34].* to train on"),
   ("plan.py", ("--memory", "much"), "this machine: memory_limit='much' is not a size: .*"),
   ("noise_scale.py", ("--batches", "8"), "--batches takes two sizes or more, multiples of 4 above it"),
-  ("noise_scale.py", ("--plot", "no/x.png"), "--plot no/x.png: .*No such file.*"),
   ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
-  ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path):
   (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-  (tmp_path / "empty.txt").touch()
   (tmp_path / "short.txt").write_text("x" * 649)
   # one row to hold out, of --length 1
   (tmp_path / "least.txt").write_bytes(bytes(range(20)))
@@ -159,7 +133,6 @@ def train_lm(folder, monkeypatch):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       module.main()
 
-  run_main.module = module
   return run_main
 
 
@@ -175,22 +148,6 @@ def test_odd_settings_train_too(arguments, train_lm, capsys):
   if "256" in arguments:
     assert "one step of 1 microbatch and" in printed
     assert "temp stops falling where activations are smaller than the gradients" in printed
-
-
-def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
-  figure = matplotlib.figure.Figure()
-  memory = types.SimpleNamespace(temp_size_in_bytes=128 * 2**20)
-  step = types.SimpleNamespace(memory_analysis=lambda: memory)
-  compiled = {(count, remat): step for count in (1, 128) for remat in (False, True)}
-  train_lm.module.draw(figure, [3.0, 2.0], [3.0, 2.5], 128, compiled)
-  figure.canvas.draw()
-  loss_axes, memory_axes = figure.axes
-  curves = {line.get_label(): list(line.get_ydata()) for line in loss_axes.lines}
-  assert curves == {"the whole batch": [3.0, 2.5], "128 microbatches": [3.0, 2.0]}
-  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == ["1", "128"]
-  labels = [tick.get_text() for tick in memory_axes.get_yticklabels()]
-  assert (labels[0], "100" in labels) == ("0", True)
-  assert all(float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels())
 
 
 # Runs scripts, each with its arguments, in one process, which imports JAX once.

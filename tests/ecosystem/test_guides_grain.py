@@ -147,13 +147,3 @@ def test_the_position_is_that_of_the_last_batch_trained_on(tmp_path, make, skipp
   assert found[6 : 6 + common] == batches[6 + skipped :][:common]
   same = all(map(np.array_equal, actual, expected))
   assert same == (skipped == 0)
-
-
-def test_the_position_counts_batches():
-  source = grain.MapDataset.range(64)
-  first, other = (iter(source.batch(size).to_iter_dataset()) for size in (8, 4))
-  for _ in range(3):
-    next(first)
-  other.set_state(first.get_state())
-  np.testing.assert_array_equal(next(first), range(24, 32))
-  np.testing.assert_array_equal(next(other), range(12, 16))

@@ -3,8 +3,6 @@
 import functools
 import operator
 
-from flax import nnx
-from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,7 +11,6 @@ from support import trees
 from support.pages import code_of, DOCS, Page
 
 import optax_accum
-from optax_accum.flax import linen_train_step, nnx_train_step
 
 PAGE = Page("losses.md")
 LOSSES = [
@@ -109,49 +106,3 @@ def test_a_gan_trains_as_on_whole_batches(page):
     updates, g_state = g_tx.update(jax.grad(page["g_loss"])(g, batch, d), g_state, g)
     g = optax.apply_updates(g, updates)
   trees.assert_close(found, (g, d), 1e-10)
-
-
-class Model(nnx.Module):
-  def __init__(self, params):
-    self.params = nnx.data(jax.tree.map(nnx.Param, params))
-
-
-def params_of(model):
-  return nnx.to_pure_dict(nnx.state(model, nnx.Param))["params"]
-
-
-def test_counts_that_change_reach_every_kind_of_step(page):
-  """Two steps of the mixture of experts, each with counts of its parameters."""
-  experts, count, tokens, (start, batch) = (
-    page[name] for name in ("experts", "count", "tokens", "routed")
-  )
-  options, expected = {"num_microbatches": 2, "weight_fn": tokens}, start
-  for _ in range(2):
-    grads = jax.grad(lambda params: experts(params, batch, page["shares"](params, batch)))(expected)
-    expected = jax.tree.map(lambda p, g: p - g, expected, grads)
-
-  params, opt_state = jax.tree.map(jnp.array, start), SGD.init(start)
-  step = optax_accum.make_train_step(experts, SGD, mesh=page["mesh"], **options)
-  for _ in range(2):
-    params, opt_state, _ = step(params, opt_state, batch, count(params, batch))
-  trees.assert_close(jax.device_get(params), expected, 1e-10)
-
-  def linen_loss(variables, batch, rngs, counts):
-    return experts(variables["params"], batch, counts)
-
-  params = jax.tree.map(jnp.array, start)
-  state = train_state.TrainState.create(apply_fn=None, params=params, tx=SGD)
-  step = linen_train_step(linen_loss, **options)
-  for _ in range(2):
-    state, _ = step(state, batch, None, count(state.params, batch))
-  trees.assert_close(state.params, expected, 1e-10)
-
-  def nnx_loss(model, batch, counts):
-    return experts(params_of(model), batch, counts)
-
-  model = Model(jax.tree.map(jnp.array, start))
-  optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
-  step = nnx_train_step(nnx_loss, **options)
-  for _ in range(2):
-    step(model, optimizer, batch, count(params_of(model), batch))
-  trees.assert_close(params_of(model), expected, 1e-10)

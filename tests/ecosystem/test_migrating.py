@@ -23,9 +23,35 @@ def linear(params, x):
   return x @ w + b
 
 
-def test_the_loop_of_multi_steps_has_the_same_steps():
-  trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
-  pair = Pair("`optax.MultiSteps`", trained, linear, optax.adam(0.01))
+def of_dict(names):
+  return [names["params"]["w"], names["params"]["b"]]
+
+
+def of_linen(names):
+  params = names["state"].params if "state" in names else names["params"]
+  return [params["w"], params["b"]]
+
+
+def of_nnx(names):
+  return [names["model"].kernel[...], names["model"].bias[...]]
+
+
+# A section, and what its loops end with.
+LOOPS = {
+  "`optax.MultiSteps`": of_dict,
+  "A linen `TrainState`": of_linen,
+  "Flax's cookbook": of_nnx,
+  "MaxText": of_dict,
+  "Tunix": of_nnx,
+}
+if hasattr(optax, "microbatching"):  # since optax 0.2.7
+  LOOPS["`optax.microbatching`"] = of_dict
+
+
+@pytest.mark.parametrize("section", LOOPS)
+def test_the_loops_of_a_section_have_the_same_steps(section):
+  shared = migrating.PAGE.blocks("Flax's cookbook")[:1] if section == "Tunix" else ()
+  pair = Pair(section, LOOPS[section], linear, optax.adam(0.01), shared)
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
@@ -51,24 +77,6 @@ def test_multi_steps_goes_on_after_a_cycle():
   trees.assert_close(names["params"], expected, 1e-6)
 
 
-if hasattr(optax, "microbatching"):  # since optax 0.2.7
-
-  def test_the_loop_of_optax_microbatching_has_the_same_steps():
-    trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
-    pair = Pair("`optax.microbatching`", trained, linear, optax.adam(0.01))
-    migrating.assert_a_pair(pair, "uneven", "cut short")
-
-
-def linen_weights(names):
-  params = names["state"].params if "state" in names else names["params"]
-  return [params["w"], params["b"]]
-
-
-def test_the_loop_of_a_linen_train_state_has_the_same_steps():
-  pair = Pair("A linen `TrainState`", linen_weights, linear, optax.adam(0.01))
-  migrating.assert_a_pair(pair, "uneven", "cut short")
-
-
 def test_a_linen_train_state_goes_on_after_a_cycle():
   section = "A linen `TrainState`"
   before, after = migrating.PAGE.blocks(section)
@@ -78,34 +86,14 @@ def test_a_linen_train_state_goes_on_after_a_cycle():
   names["state"] = eval(code, {**names, "old": old, "converted": converted()})
   for batch in migrating.EVEN[8:]:
     names["state"] = names["mini_step"](names["state"], batch, False)
-  expected = linen_weights(migrating.PAGE.run(before, batches=migrating.EVEN))
-  trees.assert_close(linen_weights(names), expected, 1e-6)
-
-
-def test_the_loops_of_flax_have_the_same_steps():
-  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
-  pair = Pair("Flax's cookbook", trained, linear, optax.adam(0.01))
-  migrating.assert_a_pair(pair, "uneven", "cut short")
-
-
-def test_the_loop_of_an_engine_has_the_same_steps():
-  trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
-  pair = Pair("MaxText", trained, linear, optax.adam(0.01))
-  migrating.assert_a_pair(pair, "uneven", "cut short")
-
-
-def test_the_loop_of_an_accumulator_has_the_same_steps():
-  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
-  shared = migrating.PAGE.blocks("Flax's cookbook")[:1]
-  pair = Pair("Tunix", trained, linear, optax.adam(0.01), shared)
-  migrating.assert_a_pair(pair, "uneven", "cut short")
+  expected = of_linen(migrating.PAGE.run(before, batches=migrating.EVEN))
+  trees.assert_close(of_linen(names), expected, 1e-6)
 
 
 def test_flax_goes_on_after_a_cycle():
   section = "Flax's cookbook"
   shared, before, after = migrating.PAGE.blocks(section)
   [code] = re.findall(r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section])
-  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
   old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:8])
   # The loop after, around the model that the loop before has trained.
   names = migrating.PAGE.run(
@@ -114,8 +102,8 @@ def test_flax_goes_on_after_a_cycle():
   exec(code, {**names, "old": old["optimizer"], "converted": converted()})
   for batch in migrating.EVEN[8:]:
     names["mini_step"](names["model"], names["optimizer"], batch, False)
-  expected = trained(migrating.PAGE.run(shared, before, batches=migrating.EVEN))
-  trees.assert_close(trained(names), expected, 1e-6)
+  expected = of_nnx(migrating.PAGE.run(shared, before, batches=migrating.EVEN))
+  trees.assert_close(of_nnx(names), expected, 1e-6)
 
 
 def keras_weights(names):
@@ -157,98 +145,11 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   assert jnp.any(mean != 0)
 
 
-# What the page says in a row of "Version 0.3", as a program.
-
-
-def start(**names):
-  """The page's set-up, an optimizer, and the batch of a step."""
-  names = migrating.PAGE.run(**names)
-  names["tx"] = optax.sgd(0.1)
-  names["batch"] = names["joined"](names["batches"][: migrating.K])
-  return names
-
-
-def whole_batch_step(names):
-  params = names["params"]
-  grads = jax.grad(names["loss_fn"])(params, names["batch"])
-  updates, _ = names["tx"].update(grads, names["tx"].init(params))
-  return optax.apply_updates(params, updates)
-
-
-def test_rows_in_the_last_axis_are_moved():
-  names = start()
-  loss_fn, batch, tx = names["loss_fn"], names["batch"], names["tx"]
-
-  def loss_of_last(params, batch):
-    return loss_fn(params, {**batch, "x": batch["x"].T})
-
-  def loss_of_first(params, batch):
-    return loss_of_last(params, {**batch, "x": jnp.moveaxis(batch["x"], 0, -1)})
-
-  step = optax_accum.make_train_step(loss_of_first, tx, num_microbatches=4, donate=False)
-  last = {**batch, "x": batch["x"].T}
-  first = {**last, "x": jnp.moveaxis(last["x"], -1, 0)}
-  params = names["params"]
-  new, _, _ = step(params, tx.init(params), first)
-  trees.assert_close(new, whole_batch_step(names), 1e-6)
-
-
-def test_a_batch_goes_by_name():
-  names = start()
-
-  def loss_by_name(params, *, batch):
-    return names["loss_fn"](params, batch)
-
-  value_and_grad = optax_accum.microbatch_value_and_grad(
-    loss_by_name, num_microbatches=4, batch_argnums="batch"
-  )
-  found = value_and_grad(names["params"], batch=names["batch"])
-  expected = jax.value_and_grad(names["loss_fn"])(names["params"], names["batch"])
-  trees.assert_close(found, expected, 1e-6)
-
-
-def test_what_is_empty_is_left_out():
-  names = start(batches=migrating.batches([16, 0, 7, 0]))
-  tx, params = names["tx"], names["params"]
-  step = optax_accum.make_train_step(
-    names["loss_fn"],
-    tx,
-    num_microbatches=1,
-    weight_fn=lambda batch: batch["mask"].sum(),
-    donate=False,
-  )
-  cycle = step.begin(params)
-  for part in names["batches"][: migrating.K]:
-    if part["mask"].any():
-      cycle = step.add(cycle, params, part)
-  new, _, metrics = step.finish(params, tx.init(params), cycle)
-  trees.assert_close(new, whole_batch_step(names), 1e-6)
-  assert metrics["total_weight"] == 23
-
-
-def test_gradients_are_reduced_in_every_microbatch_without_a_mesh():
-  names = start()
-  tx, params = names["tx"], names["params"]
-  mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-  rows = jax.NamedSharding(mesh, jax.P("data"))
-  everywhere = jax.NamedSharding(mesh, jax.P())
-  step = optax_accum.make_train_step(names["loss_fn"], tx, num_microbatches=4, donate=False)
-  args = (
-    *jax.device_put((params, tx.init(params)), everywhere),
-    jax.device_put(names["batch"], rows),
-  )
-  new, _, _ = step(*args)
-  trees.assert_close(jax.device_get(new), whole_batch_step(names), 1e-6)
-  report = optax_accum.count_collectives(step.lower(*args).compile())
-  assert report.inside
-
-
-@pytest.mark.parametrize("jitted", [True, False])
-def test_a_cycle_is_dropped(jitted):
+def test_a_cycle_is_dropped():
   pages = "".join(migrating.PAGE.sections.values())
   [code] = set(re.findall(r"`(optax\.tree\.set\(state, .*?\))`", pages))
   tx = optax_accum.accumulate(optax.adam(0.01), every_k=2)
-  update = jax.jit(tx.update) if jitted else tx.update
+  update = jax.jit(tx.update)
   params, grads = jnp.ones(3), jnp.arange(3.0)
   expected = tx.init(params)
   _, begun = tx.update(jnp.full(3, jnp.nan), expected, params, weight=3.0)

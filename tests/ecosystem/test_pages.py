@@ -134,14 +134,6 @@ def test_a_page_that_prints_something_else_is_found(tmp_path):
   assert page.read_text() == right.replace("1.25", "1.5")
 
 
-def test_examples_of_the_page_are_there():
-  text = (DOCS / "examples.md").read_text()
-  names = re.findall(r"\]\(\.\./examples/(\w+\.py)\)", text)
-  assert len(names) == 8
-  for name in names:
-    assert (ROOT / "examples" / name).is_file()
-
-
 def test_sharp_edges_begin_with_those_that_raise_no_error():
   text = (DOCS / "sharp_edges.md").read_text()
   first, second = re.findall(r"^## (.*)$", text, re.MULTILINE)[:2]
