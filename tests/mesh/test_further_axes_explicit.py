@@ -10,7 +10,8 @@ import pytest
 from support import devices, trees
 from support.compiled import groups_of
 from support.devices import AUTO, EXPLICIT
-from support.layered import init_params, make_batch, optimizer, over_fsdp, valid, whole_batch, WORDS
+from support.layered import init_params, make_batch, over_fsdp, valid, whole_batch, WORDS
+from support.optimizers import clipped_adamw
 from support.samples import more
 
 from optax_accum import count_collectives, make_train_step
@@ -43,7 +44,7 @@ def gathering(params, batch):
 def test_a_loss_may_gather_over_an_explicit_axis(kinds, sizes):
   mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES, axis_types=kinds)
   with jax.enable_x64(True):
-    tx, params = optimizer(), init_params()
+    tx, params = clipped_adamw(), init_params()
     step = make_train_step(
       gathering, tx, mesh=mesh, data_axis="replica", weight_fn=valid, donate=False, **sizes
     )

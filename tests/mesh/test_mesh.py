@@ -13,12 +13,12 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.optimizers import relaxed, with_loss_elsewhere
+from support.optimizers import clipped_adamw, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def init_params(dtype=np.float64, width=WIDTH):
@@ -60,15 +60,11 @@ def valid_tokens(batch):
   return jnp.sum(batch["valid"])
 
 
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
-
-
 @functools.cache
 def expected_steps():
   """Three steps on one device with the whole batch at once."""
   with jax.enable_x64(True):
-    params, tx = jax.tree.map(jnp.asarray, init_params()), with_loss_elsewhere(optimizer())
+    params, tx = jax.tree.map(jnp.asarray, init_params()), with_loss_elsewhere(clipped_adamw(0.05))
     step = oracle.whole_batch_step(loss_fn, tx)
     return oracle.take_steps(step, tx, params, [make_batch()] * 3)
 
@@ -105,14 +101,14 @@ def with_aux(params, batch):
 
 
 @pytest.mark.parametrize(("count", "options", "kind"), [
-  (1, {"num_microbatches": 4}, AUTO),
+  more(1, {"num_microbatches": 4}, AUTO),
   (4, {"microbatch_size": 24, "skip_nonfinite": True}, AUTO),
   (8, {"num_microbatches": 8, "has_aux": True}, EXPLICIT),
 ])  # fmt: skip
 def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
   """Compiled once, with one reduction of the gradients, for arrays of the host too."""
   with jax.enable_x64(True):
-    mesh, tx, made = make_mesh(count, kind=kind), optimizer(), []
+    mesh, tx, made = make_mesh(count, kind=kind), clipped_adamw(0.05), []
     fun = with_aux if "has_aux" in options else loss_fn
     step = make_train_step(fun, tx, mesh=mesh, weight_fn=valid_tokens, **options)
 
@@ -172,10 +168,10 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   return functools.partial(step.lower, *shapes)
 
 
-@kinds
+@pytest.mark.parametrize("kind", [AUTO, more(EXPLICIT)], ids=["auto", "explicit"])
 def test_one_step_takes_replicated_and_sharded_parameters(kind):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
+    mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(clipped_adamw(0.05))
     step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
     compiled = assert_steps_as_the_whole_batch(step, tx, mesh, P())().compile()
     assert_steps_as_the_whole_batch(step, tx, mesh, SHARDED)
@@ -183,7 +179,7 @@ def test_one_step_takes_replicated_and_sharded_parameters(kind):
     assert_one_reduction(compiled, init_params())
 
 
-@pytest.mark.parametrize(("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)])
+@pytest.mark.parametrize(("specs", "kind"), [more(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)])
 def test_parameters_may_be_sharded_over_two_axes(specs, kind):
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
@@ -191,7 +187,7 @@ def test_parameters_may_be_sharded_over_two_axes(specs, kind):
     return loss_fn(params, batch)
 
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(4, 2, kind=kind), with_loss_elsewhere(optimizer())
+    mesh, tx = make_mesh(4, 2, kind=kind), with_loss_elsewhere(clipped_adamw(0.05))
     step = make_train_step(fun, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
     assert_steps_as_the_whole_batch(step, tx, mesh, specs)
 
@@ -244,7 +240,7 @@ def test_one_step_takes_parameters_of_several_trees():
 
 def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):
   """The step compiled for float32 gradients large enough to tell from the metrics."""
-  tx = optimizer()
+  tx = clipped_adamw(0.05)
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width))
   on_mesh = devices.abstract(params, mesh, specs or P())
   batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32)))
@@ -318,7 +314,9 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   trees.assert_close(jax.device_get(compiled(params, batch)), expected, 1e-5)
 
 
-@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])
+@pytest.mark.parametrize(
+  ("axis_name", "check_vma"), [more("data", False), (("data", "model"), True)]
+)
 def test_in_shard_map_axis_name_gives_the_whole_batchs_gradient_reduced_once(axis_name, check_vma):
   with jax.enable_x64(True):
     mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)

@@ -11,7 +11,8 @@ import optax
 import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT
-from support.optimizers import relaxed, with_loss_elsewhere
+from support.optimizers import clipped_adamw, with_loss_elsewhere
+from support.padded import init_params, loss_fn, make_batch, valid
 from support.samples import more
 
 from optax_accum import count_collectives, make_train_step
@@ -24,37 +25,11 @@ def make_mesh(*types):
   return Mesh(np.array(jax.devices()).reshape(4, 2), AXES, axis_types=types)
 
 
-def init_params(dtype=np.float64):
-  rng = np.random.default_rng(0)
-  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.asarray(np.ones(8), dtype)}
-
-
-def make_batch(dtype=np.float64, rows=32):
-  """Padded rows: the last ones, and so the last devices, hold far fewer valid numbers."""
-  rng = np.random.default_rng(1)
-  valid = rng.random((rows, 8)) < np.linspace(1.0, 0.2, rows)[:, None]
-  x = rng.normal(size=(rows, 16))
-  return {"x": np.asarray(x, dtype), "valid": np.asarray(valid, dtype)}
-
-
-def loss_fn(params, batch):
-  out = (batch["x"] @ params["w"] + params["b"][None]) ** 2
-  return jnp.sum(out * batch["valid"]) / jnp.sum(batch["valid"])
-
-
-def valid(batch):
-  return jnp.sum(batch["valid"])
-
-
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
-
-
 @functools.cache
 def whole_batch_step():
   """The parameters after a step, the loss, and the loss at twice the first parameters."""
   with jax.enable_x64(True):
-    tx = with_loss_elsewhere(optimizer())
+    tx = with_loss_elsewhere(clipped_adamw())
     step = oracle.whole_batch_step(loss_fn, tx)
     params, (_, elsewhere), loss = oracle.take_steps(step, tx, init_params(), [make_batch()])
     # A mean over the devices' own means would be told apart.
@@ -66,12 +41,12 @@ def whole_batch_step():
 
 
 SPECS = {
-  "whole": {"w": P(), "b": P()},
-  "over one": {"w": P("data"), "b": P()},
-  "over the other": {"w": P(None, "fsdp"), "b": P("fsdp")},
-  "one dimension over both": {"w": P(AXES), "b": P(AXES)},
-  "in another order": {"w": P(None, ("fsdp", "data")), "b": P(("fsdp", "data"))},
-  "two dimensions": {"w": P("fsdp", "data"), "b": P("data")},
+  "whole": {"w": P(), "b": P(), "three": P()},
+  "over one": {"w": P("data"), "b": P(), "three": P()},
+  "over the other": {"w": P(None, "fsdp"), "b": P("fsdp"), "three": P()},
+  "one dimension over both": {"w": P(AXES), "b": P(AXES), "three": P()},
+  "in another order": {"w": P(None, ("fsdp", "data")), "b": P(("fsdp", "data")), "three": P()},
+  "two dimensions": {"w": P("fsdp", "data"), "b": P("data"), "three": P()},
 }
 
 
@@ -84,7 +59,7 @@ SPECS = {
   ("two dimensions", (AUTO, EXPLICIT)),
 ])  # fmt: skip
 def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
-  specs, tx = SPECS[name], optimizer()
+  specs, tx = SPECS[name], clipped_adamw()
   if name == "two dimensions":  # `value_fn` gathers them too
     tx = with_loss_elsewhere(tx)
   with jax.enable_x64(True):
@@ -132,7 +107,7 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(options, data_k
       ("data", "explicit", "auto"),
       axis_types=(data_kind, EXPLICIT, AUTO),
     )
-    tx = optimizer()
+    tx = clipped_adamw()
 
     def fun(params, batch):
       # on each device
@@ -140,7 +115,11 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(options, data_k
       return loss_fn(params, batch)
 
     step = make_train_step(fun, tx, weight_fn=valid, mesh=mesh, donate=False, **options)
-    specs = {"w": P("data" if "num_microbatches" in options else None, "explicit"), "b": P()}
+    specs = {
+      "w": P("data" if "num_microbatches" in options else None, "explicit"),
+      "b": P(),
+      "three": P(),
+    }
     params = devices.put(init_params(), mesh, specs)
     new, _, metrics = step(params, tx.init(params), make_batch())
     expected = whole_batch_step()[:2]

@@ -15,7 +15,8 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT
-from support.optimizers import relaxed
+from support.optimizers import clipped_adamw, relaxed
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
 from optax_accum.flax import nnx_train_step
@@ -50,10 +51,6 @@ def loss_fn(params, batch):
   return jnp.sum(jnp.mean(h**2, 1) * batch["w"]) / jnp.sum(batch["w"])
 
 
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
-
-
 class Nnx(nnx.Module):
   def __init__(self, layers):
     self.layers = nnx.Param(layers)
@@ -65,7 +62,7 @@ class Nnx(nnx.Module):
 def of_step(layers, shardings):
   """How to take a step with these parameters, how to lower it, and how to read the parameters."""
   held = [{"layers": jax.device_put(layers, shardings)}]
-  tx = optimizer()
+  tx = clipped_adamw()
   held += [trees.strong(tx.init(held[0]))]
   step = make_train_step(loss_fn, tx, **OPTIONS)
 
@@ -77,7 +74,7 @@ def of_step(layers, shardings):
 
 def of_gradient(layers, shardings):
   """The same of gradients alone: `jax.jit` must be told how to shard them, else they are whole."""
-  tx, cycle = optimizer(), microbatch_value_and_grad(loss_fn, **OPTIONS)
+  tx, cycle = clipped_adamw(), microbatch_value_and_grad(loss_fn, **OPTIONS)
   cycle = jax.jit(cycle, out_shardings=(None, {"layers": shardings}))
   held = [{"layers": jax.device_put(layers, shardings)}]
   held += [tx.init(held[0])]
@@ -92,7 +89,7 @@ def of_gradient(layers, shardings):
 
 def of_nnx(layers, shardings):
   model = Nnx(jax.device_put(layers, shardings))
-  state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+  state = nnx.Optimizer(model, clipped_adamw(), wrt=nnx.Param)
   step = nnx_train_step(lambda model, batch: model(batch), **OPTIONS)
   lower = lambda batch: step.lower(model, state, batch)  # noqa: E731
   return lambda batch: step(model, state, batch), lower, lambda: model.layers[...]
@@ -100,7 +97,7 @@ def of_nnx(layers, shardings):
 
 @functools.cache
 def whole_batch():
-  step, tx = oracle.whole_batch_step(loss_fn, optimizer()), optimizer()
+  step, tx = oracle.whole_batch_step(loss_fn, clipped_adamw()), clipped_adamw()
   params, _, _ = oracle.take_steps(step, tx, {"layers": init_params()}, [make_batch()] * 3)
   start, parts = {"layers": init_params()}, trees.strided(make_batch(), 4)
   of_parts = [jax.jit(loss_fn)(start, part) for part in parts]
@@ -110,7 +107,7 @@ def whole_batch():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-@pytest.mark.parametrize("way", [of_step, of_gradient, of_nnx])
+@pytest.mark.parametrize("way", [of_step, more(of_gradient), of_nnx])
 def test_sharded_parameters_and_rows_need_no_mesh(way):
   mesh = make_mesh()
   with jax.enable_x64(True):

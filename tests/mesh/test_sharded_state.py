@@ -12,47 +12,20 @@ import optax
 import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.optimizers import relaxed, with_loss_elsewhere
+from support.optimizers import clipped_adamw, relaxed, with_loss_elsewhere
+from support.padded import init_params, loss_fn, make_batch, valid
 
 from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
 
-ROWS = 32
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-
-
-def init_params(dtype=np.float64):
-  rng = np.random.default_rng(0)
-  shapes = {"w": (16, 8), "b": (8,), "three": (3,)}
-  return {name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
-
-
-def make_batch(dtype=np.float64):
-  """Padded rows: the last ones, and so the last devices, hold far fewer valid numbers."""
-  rng = np.random.default_rng(1)
-  valid = rng.random((ROWS, 8)) < np.linspace(1.0, 0.2, ROWS)[:, None]
-  return {"x": np.asarray(rng.normal(size=(ROWS, 16)), dtype), "valid": np.asarray(valid, dtype)}
-
-
-def loss_fn(params, batch):
-  scale = jnp.sum(params["three"] ** 2)
-  out = (batch["x"] @ params["w"] + params["b"][None]) ** 2
-  return scale * jnp.sum(out * batch["valid"]) / jnp.sum(batch["valid"])
-
-
-def valid(batch):
-  return jnp.sum(batch["valid"])
-
-
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 
 @functools.cache
 def expected_steps(steps=3):
   """Steps on one device with the whole batch at once: parameters, state and the last loss."""
   with jax.enable_x64(True):
-    tx = optimizer()
+    tx = clipped_adamw()
     step, batch = oracle.whole_batch_step(loss_fn, tx), make_batch()
     return oracle.take_steps(step, tx, init_params(), [batch] * steps)
 
@@ -87,7 +60,7 @@ ALL = {"w": P(), "b": P(), "three": P()}
 @kinds
 def test_three_steps_equal_one_devices_whole_batch(kind):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
+    mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(clipped_adamw())
     step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
     params = devices.put(init_params(), mesh)
     state = sharded(tx, params, mesh, STATE)
@@ -110,7 +83,7 @@ def test_three_steps_equal_one_devices_whole_batch(kind):
 
 @kinds
 def test_parameters_alone_are_gathered(kind):
-  mesh, tx = make_mesh(8, kind=kind), optimizer()
+  mesh, tx = make_mesh(8, kind=kind), clipped_adamw()
   step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
   params = devices.put(init_params(np.float32), mesh)
   args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
@@ -158,7 +131,7 @@ def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
 
   with jax.enable_x64(True):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types)
-    tx = optimizer()
+    tx = clipped_adamw()
     step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
     params = devices.put(init_params(), mesh, specs)
     state = sharded(tx, params, mesh, state_specs)
@@ -177,7 +150,7 @@ def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   """XLA would gather parameters and gradients over the other axis to send them over this one."""
-  mesh, tx = make_mesh(4, 2, axes=("data", "model"), kind=AUTO), optimizer()
+  mesh, tx = make_mesh(4, 2, axes=("data", "model"), kind=AUTO), clipped_adamw()
   specs = {"v": P("data", "model"), "w": P("model", "data")}
   of_params = specs if parameters == "sharded" else {"v": P(None, "model"), "w": P("model", None)}
   like = {name: jax.ShapeDtypeStruct((128, 128), jnp.float32) for name in "vw"}
@@ -206,7 +179,7 @@ def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
     return jax.lax.pmean(loss_fn(params, batch) + zero, "data")
 
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(*shape, kind=kind), optimizer()
+    mesh, tx = make_mesh(*shape, kind=kind), clipped_adamw()
     step = make_train_step(
       fun,
       tx,
@@ -232,7 +205,7 @@ def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
 def test_over_two_data_axes_three_steps_equal_the_whole_batch():
   with jax.enable_x64(True):
     mesh = make_mesh(4, 2, axes=("data", "fsdp"), kind=EXPLICIT)
-    tx, axes = optimizer(), ("data", "fsdp")
+    tx, axes = clipped_adamw(), ("data", "fsdp")
     step = make_train_step(
       loss_fn, tx, mesh=mesh, data_axis=axes, num_microbatches=2, weight_fn=valid
     )
@@ -398,7 +371,7 @@ def squares(params, batch):
 
 def compiled_for_tpus():
   """A step of 8 chips, of parameters that do not fit in the memory on a chip."""
-  mesh, tx = make_mesh(8, platform="tpu"), optimizer()
+  mesh, tx = make_mesh(8, platform="tpu"), clipped_adamw()
   shapes = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"}
   state = jax.tree.map(
     lambda x: devices.abstract(x, mesh, P("data") if x.ndim else P()),
@@ -423,7 +396,7 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
 @pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)])
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):
-    mesh, tx, batch = make_mesh(4, kind=kind), accumulate(optimizer(), 2), make_batch()
+    mesh, tx, batch = make_mesh(4, kind=kind), accumulate(clipped_adamw(), 2), make_batch()
     specs = {"w": P(None, "data"), "b": P("data"), "three": P()}
     placed = devices.put(init_params(), mesh, specs)
     state = jax.jit(tx.init)(init_params())

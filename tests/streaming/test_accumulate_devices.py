@@ -12,7 +12,7 @@ import optax
 import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.optimizers import mini_step, relaxed
+from support.optimizers import clipped_adamw, mini_step
 from support.samples import more
 
 from optax_accum import accumulate, accumulate_specs, count_collectives
@@ -41,11 +41,11 @@ SKIPS = {"skip_fn": optax.skip_not_finite}
 @pytest.mark.parametrize(("form", "options", "calls", "param", "mini_step_number"), [
   ("update", SKIPS, [(1, 1, False), (BAD, 1, False)], 0, 1),
   ("apply", SKIPS, [(1, 1, False), (BAD, 1, False), (3, 1, False)], -2, 0),
-  ("update", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
+  more("update", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
   ("apply", {"every_k": 3}, [(2, 1, False), (4, 1, ONE)], -3, 0),
-  ("update", {}, [(NAN, 0, False)] * 2, 0, 0),
+  more("update", {}, [(NAN, 0, False)] * 2, 0, 0),
   ("apply", {}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
-  ("update", {"every_k": 1}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
+  more("update", {"every_k": 1}, [(NAN, 0, False), (2, SOME, False)], -2, 0),
   ("apply", {"reduction": "sum"}, [(EACH, 1, False)] * 2, -56, 0),
 ])  # fmt: skip
 def test_all_devices_do_what_one_of_them_asks_for(form, options, calls, param, mini_step_number):
@@ -142,10 +142,6 @@ def loss_fn(params, batch):
   return jnp.sum(batch["valid"] * (y - batch["y"]) ** 2) / jnp.sum(batch["valid"])
 
 
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
-
-
 def vary(params, axes="data"):
   return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), params)
 
@@ -183,7 +179,7 @@ def microbatches(number, rows=16):
 @functools.cache
 def whole_batch(every_k, number, rows=16):
   """The same optimizer's steps on one device, with the rows of a cycle in one batch."""
-  tx, parts = optimizer(), microbatches(number, rows)
+  tx, parts = clipped_adamw(), microbatches(number, rows)
   cycles = [parts[i : i + every_k] for i in range(0, number, every_k)]
   batches = [jax.tree.map(lambda *x: np.concatenate(x), *cycle) for cycle in cycles]
   return oracle.take_steps(oracle.whole_batch_step(loss_fn, tx), tx, init_params(), batches)[0]
@@ -206,11 +202,11 @@ def assert_one_reduction(report, params, outside):
   ("update", True, 8, 3),
   more("update", False, 2, 3),
   ("apply", False, 8, 3),
-  ("apply", True, 8, 1),
+  more("apply", True, 8, 1),
 ])  # fmt: skip
 def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_k):
   with jax.enable_x64(True):
-    tx = nested(accumulate(optimizer(), every_k, axis_name="data"), form)
+    tx = nested(accumulate(clipped_adamw(), every_k, axis_name="data"), form)
     init, step, specs = sharded_step(tx, form, make_mesh(count), init_params(), check_vma)
     batches = microbatches(2 * every_k)
     params, state, report = run_steps(init, step, init_params(), batches, make_mesh(count))
@@ -225,10 +221,10 @@ def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_
     assert jax.tree.map(jnp.shape, acc_grads) == expected
 
 
-@pytest.mark.parametrize(("form", "check_vma"), [("update", False), ("apply", True)])
+@pytest.mark.parametrize(("form", "check_vma"), [more("update", False), ("apply", True)])
 def test_a_skip_on_one_device_in_shard_map_skips_the_call_on_all(form, check_vma):
   with jax.enable_x64(True):
-    tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
+    tx = accumulate(clipped_adamw(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
     mesh = make_mesh(DEVICES)
     init, step, _ = sharded_step(tx, form, mesh, init_params(), check_vma)
     first, second = microbatches(2)
@@ -272,7 +268,7 @@ def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every
 def test_it_reduces_over_several_axes():
   with jax.enable_x64(True):
     axes = ("replica", "data")
-    tx = accumulate(optimizer(), 2, axis_name=axes)
+    tx = accumulate(clipped_adamw(), 2, axis_name=axes)
     mesh = make_mesh(2, 4, axes=axes)
     init, step, specs = sharded_step(tx, "apply", mesh, init_params(), True, axes)
     assert specs.acc_grads["w"] == P(axes)
@@ -282,11 +278,11 @@ def test_it_reduces_over_several_axes():
 
 
 @pytest.mark.parametrize(
-  ("form", "check_vma", "kind"), [("update", True, AUTO), ("apply", False, EXPLICIT)]
+  ("form", "check_vma", "kind"), [more("update", True, AUTO), ("apply", False, EXPLICIT)]
 )
 def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
   with jax.enable_x64(True):
-    tx = accumulate(optimizer(), 2, axis_name="data")
+    tx = accumulate(clipped_adamw(), 2, axis_name="data")
     mesh = make_mesh(4, 2, kind=kind)
     init, step, _ = sharded_step(
       tx, form, mesh, init_params(), check_vma, axis_names=frozenset({"data"})
@@ -364,12 +360,12 @@ def test_parameters_that_are_sharded_are_refused(call):
 
 
 @pytest.mark.parametrize(
-  ("form", "check_vma", "weighs_and_skips"), [("update", True, False), ("apply", False, True)]
+  ("form", "check_vma", "weighs_and_skips"), [more("update", True, False), ("apply", False, True)]
 )
 def test_tpus_reduce_the_gradients_once_in_the_branch_that_emits(form, check_vma, weighs_and_skips):
   kwargs = {"skip_fn": optax.skip_not_finite} if weighs_and_skips else {}
   mesh = make_mesh(DEVICES, platform="tpu")
-  tx = nested(accumulate(optimizer(), 4, axis_name="data", **kwargs), form)
+  tx = nested(accumulate(clipped_adamw(), 4, axis_name="data", **kwargs), form)
   params = init_params(np.float32)
   init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighs_and_skips)
   args = (params, jax.eval_shape(init, params), jax.tree.map(np.float32, make_batch(64)))

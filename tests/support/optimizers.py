@@ -33,6 +33,11 @@ def relaxed(tx):
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def clipped_adamw(norm=0.5):
+  """What large models are trained with: a step looks at all gradients, and has two moments."""
+  return relaxed(optax.chain(optax.clip_by_global_norm(norm), optax.adamw(1e-2)))
+
+
 def loss_elsewhere():
   """A transformation that steps by nothing; its state is the loss at twice the parameters."""
 
