@@ -3,18 +3,14 @@
   python tests/mesh_draws.py 500
   python tests/mesh_draws.py 1 --first 123
 
-prints each draw that is wrong, raised or hung, and how many there are. `support.collective_losses`
-has the losses, and the objective that says what is right. Draws run in a process
-that is replaced behind one that hangs.
+prints the error of each draw, and what is drawn where that is too large. A draw that hangs ends
+the command. `support.collective_losses` has the losses, and the objective that says what is right.
 """
 
 import argparse
-import collections
 import dataclasses
-import queue
-import subprocess
+import faulthandler
 import sys
-import threading
 
 import conftest  # noqa: F401 (eight devices, strict promotion)
 import jax
@@ -93,48 +89,21 @@ def error_of(draw):
     return losses.error_of(run(params, batch), wanted)
 
 
-def verdict(draw):
-  try:
-    error = error_of(draw)
-  except Exception as e:
-    return "raised", f"{type(e).__name__}: {e}".replace("\n", " ")[:200]
-  return ("right", "") if error < TOLERANCE else ("wrong", f"off by {error:.1e}")
-
-
-def work(first, last):
-  for seed in range(first, last):
-    print(seed, *verdict(drawn(seed)), flush=True)
-
-
-def supervise(first, last):
-  """Starts a process that works, and another one behind a draw that does not end."""
-  found = collections.Counter()
-  while first < last:
-    command = [sys.executable, __file__, str(last - first), "--first", str(first), "--work"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    lines = queue.Queue()
-    threading.Thread(target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put("")]).start()
-    while first < last:
-      try:
-        word, *text = lines.get(timeout=PATIENCE).strip().split(maxsplit=2)[1:] or ["hung"]
-      except queue.Empty:
-        word, text = "hung", []
-      found[word] += 1
-      if word != "right":
-        print(word, first, drawn(first), *text, flush=True)
-      first += 1
-      if word == "hung":
-        break
-    process.kill()
-    process.wait()
-  print(", ".join(f"{word}: {found[word]}" for word in ("right", "wrong", "raised", "hung")))
-  return found["wrong"] + found["raised"] + found["hung"]
-
-
-if __name__ == "__main__":
+def main(arguments=None):
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("draws", type=int, help="how many")
   parser.add_argument("--first", type=int, default=0, help="the seed of the first")
-  parser.add_argument("--work", action="store_true", help="in this process")
-  args = parser.parse_args()
-  sys.exit((work if args.work else supervise)(args.first, args.first + args.draws))
+  args = parser.parse_args(arguments)
+  wrong = 0
+  for seed in range(args.first, args.first + args.draws):
+    draw = drawn(seed)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    print(f"{seed}:", end=" ", flush=True)
+    error = error_of(draw)
+    print(f"{error:.1e}" if error < TOLERANCE else f"{error:.1e}, of {draw}", flush=True)
+    wrong += error >= TOLERANCE
+  return wrong
+
+
+if __name__ == "__main__":
+  sys.exit(main())

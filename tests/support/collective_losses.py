@@ -138,14 +138,6 @@ def standardised(h, batch):
 
 
 of_features("psum: batch norm")(standardised)
-of_features("psum: batch norm in a jit, checkpointed")(jax.checkpoint(jax.jit(standardised)))
-
-
-@of_features("pmean: batch norm")
-def of_means(h, batch):
-  mean = lax.pmean(jnp.mean(h, 0, keepdims=True), AXIS)
-  square = lax.pmean(jnp.mean(h**2, 0, keepdims=True), AXIS)
-  return (h - mean) / jnp.sqrt(square - mean**2 + 0.1)
 
 
 @of_features("psum: batch norm in each layer of a scan")
@@ -178,25 +170,9 @@ def constant(params, batch):
   return plain(params, batch) / lax.psum(1.0, AXIS)
 
 
-@row("psum: a penalty of parameters")
-def penalty(params, batch):
-  return plain(params, batch) + 0.1 * lax.pmean(jnp.sum(params["w"] ** 2), AXIS)
-
-
-@row("pmean: centred outputs")
-def centred(params, batch):
-  out = features(params, batch) @ params["v"]
-  return own_mean((out - lax.pmean(jnp.mean(out), AXIS) - batch["y"]) ** 2, batch)
-
-
 @of_features("pmax: scaled")
 def scaled_by_largest(h, batch):
   return h / lax.pmax(lax.stop_gradient(jnp.max(jnp.abs(h))), AXIS)
-
-
-@of_features("pmin: shifted")
-def shifted_by_least(h, batch):
-  return h - lax.pmin(lax.stop_gradient(jnp.min(h)), AXIS)
 
 
 def contrastive(z, of_all, first):
@@ -210,13 +186,6 @@ def contrastive(z, of_all, first):
 def gathered(params, batch):
   z = features(params, batch)
   of_all = lax.all_gather(z, AXIS).reshape(-1, WIDTH)
-  return own_mean(contrastive(z, of_all, lax.axis_index(AXIS) * len(z)), batch)
-
-
-@row("all_gather tiled: contrastive")
-def gathered_tiled(params, batch):
-  z = features(params, batch)
-  of_all = lax.all_gather(z, AXIS, tiled=True)
   return own_mean(contrastive(z, of_all, lax.axis_index(AXIS) * len(z)), batch)
 
 
@@ -275,11 +244,6 @@ def own_rule(params, batch):
 # As a denominator, and as a numerator.
 
 
-@row("sum / pmean(count)")
-def over_mean_count(params, batch):
-  return total_error(params, batch) / lax.pmean(jnp.sum(batch["mask"]), AXIS)
-
-
 @row("mean, weighed by all rows / psum(count)")
 def by_frequency(params, batch):
   """A class counts in inverse proportion to its rows: their number on all devices is known."""
@@ -292,12 +256,6 @@ def by_frequency(params, batch):
 @row("sum / psum(count)")
 def over_count(params, batch):
   return total_error(params, batch) / lax.psum(jnp.sum(batch["mask"]), AXIS)
-
-
-@row("sum / all_gather(count).sum()")
-def over_gathered_count(params, batch):
-  count = jnp.sum(lax.all_gather(jnp.sum(batch["mask"]), AXIS))
-  return total_error(params, batch) / count
 
 
 @row("own + sum / psum(count)")
@@ -330,21 +288,6 @@ def sum_over_sum(params, batch):
   return lax.psum(total_error(params, batch), AXIS) / count
 
 
-@row("psum(sum / psum(count))")
-def sum_of_parts(params, batch):
-  return lax.psum(over_count(params, batch), AXIS)
-
-
-@row("all_gather and mean, last")
-def gather_last(params, batch):
-  return jnp.mean(lax.all_gather(plain(params, batch), AXIS))
-
-
-@row("pmean of rows, then mean")
-def mean_of_rows(params, batch):
-  return jnp.mean(lax.pmean(errors(params, features(params, batch), batch), AXIS))
-
-
 @row("pmean + own penalty")
 def mean_and_own_penalty(params, batch):
   """To types the parameters vary, and so does the sum. But each device has the same ones."""
@@ -370,11 +313,6 @@ def mean_in_vmap(params, batch):
 @row("own + pmean(aux)")
 def own_and_mean(params, batch):
   return plain(params, batch) + 0.1 * lax.pmean(second(params, batch), AXIS)
-
-
-@row("own * pmean(aux)")
-def own_times_mean(params, batch):
-  return plain(params, batch) * (2 + lax.pmean(second(params, batch), AXIS))
 
 
 @row("own - pmean(own) squared")

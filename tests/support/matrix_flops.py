@@ -1,4 +1,4 @@
-"""The work of a compiled program in matrix products and convolutions."""
+"""The work of a compiled program in matrix products, which XLA for TPU writes as convolutions."""
 
 import math
 import re

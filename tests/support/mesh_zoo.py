@@ -152,13 +152,6 @@ def while_loop(params, batch):
   return error(params, jnp.mean(dense(params, x), 1), batch)
 
 
-@add("fori_loop")
-def fori_loop(params, batch):
-  x = in_time(batch)
-  start = jnp.zeros((len(batch["x"]), WIDTH))
-  return error(params, lax.fori_loop(0, TIMES, lambda i, h: cell(params, h, x[i]), start), batch)
-
-
 def of_row(params, row):
   return error(params, jnp.mean(dense(params, row["x"]), 0), row)
 
@@ -184,16 +177,6 @@ def dropout(params, batch):
   start = (jnp.zeros((len(batch["x"]), WIDTH)), jax.random.key(3))
   (h, _), _ = lax.scan(body, start, in_time(batch))
   return error(params, h, batch)
-
-
-@add("checkpointed scan")
-def checkpointed_scan(params, batch):
-  @jax.checkpoint
-  def body(h, x):
-    return cell(params, h, x), None
-
-  start = jnp.zeros((len(batch["x"]), WIDTH))
-  return error(params, lax.scan(body, start, in_time(batch))[0], batch)
 
 
 # Derivatives in the loss, and rules of the user's.
@@ -260,45 +243,7 @@ def pallas(params, batch):
   return error(params, kernel(jnp.mean(batch["x"], 1), params["w"]), batch)
 
 
-@jax.custom_vjp
-def of_host(x):
-  """Rounded by NumPy, to integers: a callback runs in a thread that may not have float64."""
-  like = jax.ShapeDtypeStruct(x.shape, np.int32)
-  rounded = lambda x: np.rint(8 * np.asarray(x)).astype(np.int32)  # noqa: E731
-  return jax.pure_callback(rounded, like, x, vmap_method="expand_dims").astype(x.dtype) / 8
-
-
-of_host.defvjp(lambda x: (of_host(x), x), lambda x, g: (g * jnp.cos(x),))
-
-
-@add("pure_callback")
-def callback(params, batch):
-  return error(params, of_host(jnp.mean(batch["x"] @ params["w"], 1)), batch)
-
-
-# Linear algebra and solvers.
-
-
-def definite(params, batch):
-  x = batch["x"]
-  return jnp.einsum("rti,rtj->rij", x, x) / TIMES + (params["w"] @ params["w"].T + jnp.eye(WIDTH))
-
-
-@add("Cholesky, triangular solve", usual_promotion=True)
-def cholesky(params, batch):
-  lower = jnp.linalg.cholesky(definite(params, batch))
-  right = jnp.broadcast_to(params["b"][None, :, None], (len(batch["x"]), WIDTH, 1))
-  solved = lax.linalg.triangular_solve(lower, right, left_side=True, lower=True)
-  return error(params, solved[..., 0], batch)
-
-
-@add("conjugate gradients", usual_promotion=True)
-def conjugate_gradients(params, batch):
-  def one(a):
-    solved, _ = jax.scipy.sparse.linalg.cg(lambda x: a @ x, params["b"], tol=1e-15, maxiter=40)
-    return solved
-
-  return error(params, jax.vmap(one)(definite(params, batch)), batch)
+# A solver, and a loss of sequences.
 
 
 @add("odeint", usual_promotion=True)
@@ -320,17 +265,6 @@ def ctc(params, batch):
   )
 
 
-# What moves numbers about.
-
-
-@add("scatter into zeros")
-def scatter(params, batch):
-  h = jnp.mean(dense(params, batch["x"]), 1)
-  here = jnp.arange(len(h))
-  out = jnp.zeros((len(h), WIDTH)).at[here, batch["label"][:, 0]].add(h[:, 0])
-  return error(params, out.at[:, 0].set(h[:, 1]), batch)
-
-
 # Layers of libraries.
 
 
@@ -341,22 +275,6 @@ def linen_rnn(layer):
 
 
 add_module("linen LSTM")(functools.partial(linen_rnn, nn.OptimizedLSTMCell))
-
-
-class Layer(nn.Module):
-  @nn.compact
-  def __call__(self, x, _):
-    return x + nn.tanh(nn.Dense(WIDTH, param_dtype=np.float64)(x)), jnp.zeros(())
-
-
-@add_module("linen, scanned layers under remat")
-def linen_layers():
-  scanned = nn.scan(
-    nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-  )
-  module = scanned()
-  params = jax.jit(module.init, static_argnums=2)(jax.random.key(0), jnp.zeros((1, WIDTH)), None)
-  return params, lambda params, x: module.apply(params, jnp.mean(x, 1), None)[0]
 
 
 @add("Equinox, bounded while", usual_promotion=True)
