@@ -1,6 +1,5 @@
 """Every example, run as a user runs it: a small one to its end, and input that cannot work."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -8,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 from support import fast_compile
 
@@ -90,8 +88,6 @@ FAILS = [
 def folder(tmp_path):
   (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
   (tmp_path / "short.txt").write_text("x" * 649)
-  # one row to hold out, of --length 1
-  (tmp_path / "least.txt").write_bytes(bytes(range(20)))
   return tmp_path
 
 
@@ -107,47 +103,6 @@ def test_runs_to_its_end(example, arguments, printed, folder):
     assert "temp stops falling" not in done.stdout
   if "--plot" in arguments:
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-LEAST_LM = (
-  *("--batch", "1", "--microbatch", "1", "--length", "1"),
-  *("--layers", "1", "--width", "4"),
-)
-ODD_LM = [
-  ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),
-  (*LEAST_LM, "--plot", "figure.png"),
-  (*LEAST_LM, "--batch", "2", "--microbatch", "2", "--data", "least.txt", "--bf16", "--remat"),
-]
-
-
-@pytest.fixture
-def train_lm(folder, monkeypatch):
-  """`train_lm.py` as a function of its arguments: in this process, which has imported JAX."""
-  spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples/train_lm.py")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  monkeypatch.chdir(folder)
-
-  def run_main(*arguments):
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-      module.main()
-
-  return run_main
-
-
-# flax 0.12.1
-@pytest.mark.filterwarnings("ignore:The `concrete` option:DeprecationWarning")
-@pytest.mark.parametrize("arguments", ODD_LM)
-def test_odd_settings_train_too(arguments, train_lm, capsys):
-  train_lm("--steps", "1", *arguments)
-  printed, progress = capsys.readouterr()
-  assert "after step 1\n" in printed
-  assert "1 microbatches" not in printed + progress
-  assert re.search(r"compiling: 100%.* microbatch(es)?, with remat\]", progress)
-  if "256" in arguments:
-    assert "one step of 1 microbatch and" in printed
-    assert "temp stops falling where activations are smaller than the gradients" in printed
 
 
 # Runs scripts, each with its arguments, in one process, which imports JAX once.

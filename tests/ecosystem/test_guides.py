@@ -6,7 +6,6 @@ import json
 import pathlib
 import re
 
-import equinox as eqx
 import flax.linen as nn
 from flax.training import train_state
 import jax
@@ -48,50 +47,6 @@ def test_training_ends_as_on_whole_batches(page, section):
     if page is LOGGING:  # which makes a step there, and takes none
       names["params"], *_ = oracle.take_steps(names["step"], tx, params, names["batches"])
     trees.assert_close(jax.tree.leaves(names["params"]), expected, 1e-10)
-
-
-def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
-  model, _, loop = MODELS.blocks("Equinox")[0].rpartition("step = ")
-  keep = "original = jax.tree.leaves(params)\n"
-  names = MODELS.run(f"{model}{keep}step = {loop}")
-  assert all(leaf.is_deleted() for leaf in names["original"])
-  names = MODELS.run(f"{model}{keep}step = {loop}".replace("num_m", "donate=False, num_m"))
-  assert not any(leaf.is_deleted() for leaf in names["original"])
-
-
-def test_state_of_equinox_is_that_of_a_loop_over_microbatches():
-  def loss_fn(params, batch, state):
-    model = eqx.combine(params, static)
-    run = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
-    logits, state = run(batch["x"], state)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return losses.mean(), (state, None)
-
-  with jax.enable_x64(True):
-    names = MODELS.run()
-    norm = eqx.nn.BatchNorm(16, "rows", mode="batch")
-    model, state = eqx.nn.make_with_state(
-      lambda key: eqx.nn.Sequential(
-        [eqx.nn.Linear(64, 16, key=key), norm, eqx.nn.Linear(16, 10, key=key)]
-      )
-    )(jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    tx = names["tx"]
-    found = jax.tree.map(jnp.copy, (params, tx.init(params), state))
-    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, carry_argnum=2)
-    opt_state = tx.init(params)
-    grad = jax.jit(jax.grad(loss_fn, has_aux=True))
-    for batch in names["batches"]:
-      total = jax.tree.map(jnp.zeros_like, params)
-      for part in trees.strided(batch, 4):
-        grads, (state, _) = grad(params, part, state)
-        total = jax.tree.map(lambda t, g: t + g / 4, total, grads)
-      updates, opt_state = tx.update(total, opt_state, params)
-      params = optax.apply_updates(params, updates)
-      *found, _ = step(*found[:2], batch, found[2])
-    actual = jax.tree.leaves((found[0], found[2]))
-    expected = jax.tree.leaves((params, state))
-    trees.assert_close(actual, expected, 1e-10, least=1.0)
 
 
 def documented_metrics():

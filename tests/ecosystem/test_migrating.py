@@ -5,14 +5,11 @@ Those of PyTorch are in tests/peers.
 
 import re
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from support import migrating, trees
 from support.migrating import Pair
-
-import optax_accum
 
 # a page's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -143,19 +140,3 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   seeds, mean, _ = (variable.value for variable in names["model"].non_trainable_variables)
   assert seeds[1] == len(names["batches"])  # how often it was drawn from
   assert jnp.any(mean != 0)
-
-
-def test_a_cycle_is_dropped():
-  pages = "".join(migrating.PAGE.sections.values())
-  [code] = set(re.findall(r"`(optax\.tree\.set\(state, .*?\))`", pages))
-  tx = optax_accum.accumulate(optax.adam(0.01), every_k=2)
-  update = jax.jit(tx.update)
-  params, grads = jnp.ones(3), jnp.arange(3.0)
-  expected = tx.init(params)
-  _, begun = tx.update(jnp.full(3, jnp.nan), expected, params, weight=3.0)
-  state = eval(code, {"optax": optax, "state": begun})
-  for _ in range(2):
-    updates, state = update(grads, state, params)
-    like, expected = update(grads, expected, params)
-    trees.assert_close(updates, like, 0)
-  assert optax_accum.has_updated(state)

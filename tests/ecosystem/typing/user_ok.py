@@ -5,7 +5,6 @@ mypy --strict user_ok.py
 pyright user_ok.py
 """
 
-import functools
 from typing import Any, assert_type, cast
 
 import jax
@@ -234,22 +233,6 @@ def stream(params: Params, batches: list[Batch]) -> Params:
   return params
 
 
-def stream_under_jit(params: Params, batches: list[Batch]) -> Params:
-  tx = accumulate(optax.adamw(1e-2), every_k=lambda step: jnp.where(step < 100, 2, 4))
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def mini_step(
-    params: Params, state: AccumulateState, batch: Batch
-  ) -> tuple[Params, AccumulateState]:
-    grads = jax.grad(loss_fn)(params, batch)
-    return tx.apply(grads, state, params)
-
-  state = tx.init(params)
-  for batch in batches:
-    params, state = mini_step(params, state, batch)
-  return params
-
-
 def stream_in_a_chain(params: Params, batch: Batch) -> Params:
   tx = optax.chain(accumulate(optax.sgd(0.1), every_k=2), optax.scale(1.0))
   state = tx.init(params)
@@ -296,7 +279,7 @@ def main() -> None:
   print(train_on_a_mesh(params, batch)["w"].sharding)
   print(gradients(params, batch)[0], gradients_and_skips(params, batch)[1])
   print(stream_over_devices(stream_in_a_chain(params, batch), batch)["b"])
-  params = stream_under_jit(stream(params, batches), batches)
+  params = stream(params, batches)
   print({name: x.shape for name, x in evaluate(params, batch).items()})
 
 
