@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from support import devices
+from support.samples import more
 
 import optax_accum
 
@@ -89,7 +90,7 @@ def any_above_zero(x):
   return jnp.sum(x > 0)
 
 
-@pytest.mark.parametrize("size", [4, 7, 24])
+@pytest.mark.parametrize("size", [more(4), 7, 24])
 @pytest.mark.usefixtures("usual_promotion")
 def test_a_merge_is_a_fold_over_microbatches_that_count(size):
   run = optax_accum.microbatch(
@@ -120,7 +121,7 @@ def loss_fn(params, x):
   return jnp.mean(params * x), statistics(x)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["auto", more("explicit")])
 @pytest.mark.usefixtures("usual_promotion")
 def test_devices_are_merged_in_the_order_of_the_mesh(kind):
   mesh = devices.make_mesh(8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind])
@@ -191,7 +192,7 @@ def test_only_what_has_no_gradient_merges_under_differentiation():
     jax.grad(lambda s: loss(s, lambda x: x)[1])(jnp.float32(2.0))
 
 
-@pytest.mark.parametrize("padding", [[0, 1, 1], [1, 1, 0], [0, 0, 0]])
+@pytest.mark.parametrize("padding", [[0, 1, 1], more([1, 1, 0]), [0, 0, 0]])
 def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
   def merged(scale, fold):  # correlations, by Fisher's z
     return fold(lambda a, b: scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale)))
@@ -227,7 +228,7 @@ def merge_by(power):
   return merge
 
 
-@pytest.mark.parametrize(("counted", "count"), [("some", 3), ("none", 1)])
+@pytest.mark.parametrize(("counted", "count"), [("some", 3), more("none", 1)])
 def test_what_a_merge_closes_over_has_its_gradient(counted, count):
   # one in each microbatch
   values = np.array([1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32)

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 def steps_of_flax(state, loss_fn, batch, count):
   @jax.jit
-  def steps(state, batch):
-    for _ in range(count):
-      state = state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
-    return state
+  def step(state, batch):
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
 
-  return jax.device_get(steps(state, batch))
+  for _ in range(count):
+    state = step(state, batch)
+  return jax.device_get(state)
 
 
 def layer_norm_loss(variables, batch, rngs):
@@ -50,8 +50,7 @@ def expected_steps():
     return steps_of_flax(make_state(Model(norm="layer"), batch), plain, batch, 3)
 
 
-# Even microbatches over a mesh: test_statistics_that_are_not_mutable_reach_the_loss.
-@pytest.mark.parametrize(("size", "count"), [more(24, None), (5, None), (16, 8)])
+@pytest.mark.parametrize(("size", "count"), [more(24, None), more(5, None), (16, 8)])
 def test_steps_are_those_of_the_whole_batch(size, count):
   mesh = None if count is None else make_mesh(count)
   with jax.enable_x64(True):
@@ -133,7 +132,7 @@ def test_statistics_over_devices_are_weighted_by_what_each_counted():
 
 @pytest.mark.parametrize(
   ("mesh", "make_key"),
-  [(None, jax.random.key), (make_mesh(2), jax.random.PRNGKey)],
+  [more(None, jax.random.key), (make_mesh(2), jax.random.PRNGKey)],
   ids=["alone", "mesh"],
 )
 def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
@@ -163,7 +162,8 @@ def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
 RULES = [("rows", "data"), ("embed", "data"), ("wide", "data"), ("heads", "model")]
 
 
-def test_annotations_of_flax_stay_and_shard():
+@pytest.mark.parametrize(("shape", "kind"), [more((8, 1), EXPLICIT), ((2, 4), AUTO)])
+def test_annotations_of_flax_stay_and_shard(shape, kind):
   model = linen.Annotated()
 
   def loss_fn(variables, batch, rngs):
@@ -184,37 +184,36 @@ def test_annotations_of_flax_stay_and_shard():
       batch,
       2,
     )
-    for shape, kind in [((8, 1), EXPLICIT), ((2, 4), AUTO)]:
-      mesh = make_mesh(*shape, kind=kind)
-      specs = nn.get_partition_spec((plain.params, plain.opt_state, plain.batch_stats))
-      rules = [*RULES, ("data", "data"), ("model", "model")]
-      shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
-      params, opt_state, batch_stats = jax.device_put(
-        (plain.params, plain.opt_state, plain.batch_stats), shardings
-      )
-      state = before = plain.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
-      step = linen_train_step(
-        loss_fn, mutable="batch_stats", num_microbatches=3, weight_fn=total, mesh=mesh, donate=False
-      )
-      with compilations() as programs:
-        for _ in range(2):
-          state, _ = step(state, batch)
-      assert sum("linen_train_step" in line for line in programs) == 1
-      trees.assert_close(jax.device_get(state.params), expected.params, 1e-10)
-      trees.assert_close(jax.device_get(state.opt_state), expected.opt_state, 1e-10)
-      assert jax.tree.structure(state) == jax.tree.structure(before)
-      for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
-        if isinstance(old, jax.Array):
-          assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
+    mesh = make_mesh(*shape, kind=kind)
+    specs = nn.get_partition_spec((plain.params, plain.opt_state, plain.batch_stats))
+    rules = [*RULES, ("data", "data"), ("model", "model")]
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
+    params, opt_state, batch_stats = jax.device_put(
+      (plain.params, plain.opt_state, plain.batch_stats), shardings
+    )
+    state = before = plain.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
+    step = linen_train_step(
+      loss_fn, mutable="batch_stats", num_microbatches=3, weight_fn=total, mesh=mesh, donate=False
+    )
+    with compilations() as programs:
+      for _ in range(2):
+        state, _ = step(state, batch)
+    assert sum("linen_train_step" in line for line in programs) == 1
+    trees.assert_close(jax.device_get(state.params), expected.params, 1e-10)
+    trees.assert_close(jax.device_get(state.opt_state), expected.opt_state, 1e-10)
+    assert jax.tree.structure(state) == jax.tree.structure(before)
+    for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+      if isinstance(old, jax.Array):
+        assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
 
 
 RESHAPED = (nn.DenseGeneral, nn.remat(nn.DenseGeneral), nn.MultiHeadDotProductAttention)
 
 
 @pytest.mark.parametrize(("layer", "box", "kind"), [
-  (RESHAPED[0], nn.with_partitioning, AUTO),
+  more(RESHAPED[0], nn.with_partitioning, AUTO),
   (RESHAPED[1], nn.with_logical_partitioning, EXPLICIT),
-  (RESHAPED[2], nn.with_partitioning, EXPLICIT),
+  more(RESHAPED[2], nn.with_partitioning, EXPLICIT),
 ])  # fmt: skip
 def test_boxes_of_kernels_that_flax_reshapes_stay(layer, box, kind):
   """Kernels of three dimensions have two while flax initializes them."""
@@ -431,32 +430,6 @@ def test_frozen_dicts_stay_frozen():
   trees.assert_close(*results, 0)
 
 
-def test_statistics_that_are_not_mutable_reach_the_loss():
-  model, batch = Model(norm="batch"), make_batch(np.float32)
-
-  def loss_fn(variables, batch, rngs):
-    return mean_loss(model.apply(variables, batch["x"], train=False), batch)
-
-  with jax.enable_x64(True):
-    batch = make_batch()
-    state = make_state(model, batch, optax.sgd(0.1))
-    # In float32, which flax gives them, their inverse root is rounded as a constant or as an input.
-    stats = jax.tree.map(lambda x: x.astype(float) + 0.5, state.batch_stats)
-    state = state.replace(batch_stats=stats)
-
-    def variables(params):
-      return {"params": params, "batch_stats": state.batch_stats}
-
-    expected = steps_of_flax(state, lambda p, b: loss_fn(variables(p), b, None), batch, 2)
-    for mesh in (None, make_mesh(8)):
-      new = state
-      step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, weight_fn=total, donate=False)
-      for _ in range(2):
-        new, _ = step(new, batch)
-      trees.assert_close(jax.device_get(new.params), expected.params, 1e-10)
-      trees.assert_close(jax.device_get(new.batch_stats), jax.device_get(state.batch_stats), 0)
-
-
 class Holding(train_state.TrainState):
   rng: Any = None
   kept: Any = None
@@ -508,7 +481,7 @@ def test_a_base_in_a_field_has_no_gradient_and_no_accumulator(mesh):
 
   state = Lora.create(apply_fn=None, params=adapters, base=base, tx=optax.adam(0.01))
   expected = steps_of_flax(state, plain, batch, 2)
-  step = linen_train_step(loss_fn, num_microbatches=2, mesh=mesh, donate=False)
+  step = linen_train_step(loss_fn, num_microbatches=2, mesh=mesh)
   assert temp_bytes(step, state, batch) < base["kernel"].nbytes
   for _ in range(2):
     state, _ = step(state, batch)

@@ -14,6 +14,7 @@ from support import trees
 from support.compiled import compilations
 from support.devices import make_mesh, put
 from support.linen import with_weight
+from support.samples import more
 
 from optax_accum import _versions, accumulate, count_collectives
 from optax_accum.flax import nnx_train_step
@@ -81,7 +82,7 @@ def hand_written(model, optimizer, parts):
   optimizer.update(model, mean)
 
 
-@pytest.mark.parametrize(("size", "devices"), [(5, None), (8, 8)])
+@pytest.mark.parametrize(("size", "devices"), [more(5, None), (8, 8)])
 def test_steps_are_those_of_the_whole_batch(size, devices):
   mesh = devices and make_mesh(devices)
   with jax.enable_x64(True):
@@ -402,7 +403,7 @@ def test_a_step_shows_its_options_and_takes_flax_s_own_optimizers():
   assert optimizer.step[...] == 1
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", [True, more(False)])
 def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
   batch = make_batch()
   tx = optax.inject_hyperparams(optax.adam)(0.1)
@@ -448,10 +449,15 @@ SEEN = {"seen": "sum", "largest": "max"}
 NESTED = {"seen": {"rows": "sum"}, "largest": "max", "mean": None}
 
 
-@pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
-@pytest.mark.parametrize(("dtype", "words"), [(jnp.int32, SEEN), (jnp.float32, NESTED)])
+@pytest.mark.parametrize(("mesh", "dtype", "words"), [
+  (None, jnp.float32, NESTED),
+  (8, jnp.int32, SEEN),
+  more(None, jnp.int32, SEEN),
+  more(8, jnp.float32, NESTED),
+])  # fmt: skip
 def test_counts_are_those_of_all_rows_and_a_frozen_base_stays(mesh, dtype, words):
   x = np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32)
+  mesh = mesh and make_mesh(mesh)
   step = nnx_train_step(
     squares, wrt=nnx.LoRAParam, num_microbatches=2, mesh=mesh, carry_reduction=words
   )

@@ -12,6 +12,7 @@ import pytest
 from support import trees
 from support.compiled import copies_of
 from support.linen import make_batch, make_state, mean_loss, Model, total
+from support.samples import more
 
 from optax_accum import accumulate
 from optax_accum.flax import TrainState
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 @pytest.mark.parametrize(
   ("outermost", "freeze"),
-  [(True, flax.core.freeze), (False, lambda x: x)],
+  [more(True, flax.core.freeze), (False, lambda x: x)],
   ids=["frozen", "dict in a chain"],
 )
 def test_it_steps_as_the_whole_batch(outermost, freeze):

@@ -13,7 +13,7 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-from optax_accum import accumulate, count_collectives, make_train_step
+from optax_accum import count_collectives, make_train_step
 
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 everywhere = pytest.mark.parametrize(
@@ -130,26 +130,3 @@ def test_an_automatic_axis_beside_an_explicit_one_is_left_to_the_compiler():
   args = params, devices.put(tx.init(params), mesh, specs), make_batch()
   compiled = jax.jit(lambda *args: step(*args)).lower(*args).compile()
   assert compiled.output_shardings[0]["w"].is_equivalent_to(params["w"].sharding, 2)
-
-
-def test_a_state_stays_sharded_where_its_parameters_are_not():
-  tx = accumulate(relaxed(optax.adam(0.1)), 2)
-  tx = optax.chain(tx, optax.scale(1.0))
-  mesh = make_mesh(8, kind=EXPLICIT)
-  params, batch = devices.put(jnp.ones(16), mesh), np.ones((16, 16), np.float32)
-  state = trees.strong(tx.init(jnp.ones(16)))
-  state = devices.put(state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state))
-
-  def loss_fn(params, batch):
-    return jnp.mean((batch @ params) ** 2)
-
-  results = []
-  # without and with a conditional around the step
-  for options in ({}, {"weight_fn": jnp.sum}):
-    step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options)
-    moved, new, _ = step(params, state, batch)
-    for x, y in zip(jax.tree.leaves((moved, new)), jax.tree.leaves((params, state)), strict=True):
-      assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-    results.append(jax.device_get(step(moved, new, batch)[0]))
-  np.testing.assert_allclose(*results, rtol=1e-6)
-  assert abs(results[0][0] - 1) > 0.05

@@ -10,6 +10,7 @@ import optax
 import pytest
 from support import compiled, devices, trees
 from support.devices import EXPLICIT, make_mesh
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch
 
@@ -197,7 +198,7 @@ def test_it_works_outside_of_jit_and_in_a_step_without_a_mesh():
     trees.assert_close(jax.grad(squares)(params), expected, 1e-10)
 
 
-@pytest.mark.parametrize("split", [{"num_microbatches": 2}, {"microbatch_size": 24}])
+@pytest.mark.parametrize("split", [{"num_microbatches": 2}, more({"microbatch_size": 24})])
 def test_keys_are_those_of_a_step(split):
   def draw(params, batch, key):
     noise = jax.random.normal(key, batch["x"].shape[:1])

@@ -8,12 +8,13 @@ import optax
 import pytest
 from support import devices
 from support.devices import make_mesh
+from support.samples import more
 
 import optax_accum
 from optax_accum import count_collectives
 
 TX = optax.sgd(0.1)
-kinds = pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
+kinds = pytest.mark.parametrize("kind", [devices.AUTO, more(devices.EXPLICIT)])
 
 
 HELD = np.float32(1), TX.init(None)
@@ -61,7 +62,7 @@ def test_floats_are_averaged_with_what_each_device_counted(kind):
       assert abs(wrong - whole["mean"]) > 0.1
 
 
-@kinds
+@pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
 def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
   mesh = make_mesh(2, 4, kind=kind)
   params = devices.put(jnp.ones((3, 8)), mesh, P(None, "model"))
@@ -299,7 +300,9 @@ def test_words_that_cannot_be_kept_are_refused():
     step({"b": "sum"}, {"a": jnp.ones(())})
 
 
-@pytest.mark.parametrize("start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str)
+@pytest.mark.parametrize(
+  "start", [jnp.int32(3), more(jnp.array(False)), jax.random.PRNGKey(0)], ids=str
+)
 def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
   def fun(p, x, carry):
     new = {**carry, "n": carry["n"] + jnp.ones((), start.dtype)}
@@ -309,8 +312,8 @@ def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
   message = rf"argument 2\['n'\] has dtype {start.dtype}.*tree.*\"sum\" for a count.*every leaf"
   options = {"num_microbatches": 1, "carry_argnum": 2}
 
-  def make(**more):
-    return optax_accum.make_train_step(fun, TX, **options, **more)
+  def make(**over):
+    return optax_accum.make_train_step(fun, TX, **options, **over)
 
   over_devices = make(mesh=make_mesh(2))
   alone = make()
@@ -376,7 +379,7 @@ def test_what_the_loss_hands_back_is_not_combined(kind):
   assert not count_collectives(compiled).at_least(32).operations
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.float32])
+@pytest.mark.parametrize("dtype", [np.int32, more(np.uint32), more(np.float32)])
 def test_counts_agree_in_one_call_in_a_cycle_and_in_a_merge(dtype):
   """17 of 33 rows, on one device and on 8; their maximum over devices would be 5 of 5."""
   rows = np.random.default_rng(0).permutation(48)

@@ -12,6 +12,7 @@ from support import trees
 from support.compiled import temp_bytes
 from support.devices import AUTO, EXPLICIT, make_mesh, put
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
 
@@ -90,7 +91,7 @@ def whole(loss_fn, padded=False):
 
 
 CASES = [
-  (scanned, False, {"microbatch_size": 5}),
+  more(scanned, False, {"microbatch_size": 5}),
   (scanned, True, {"microbatch_size": 5}),
   (convolution, True, {"microbatch_size": 7}),
 ]
@@ -147,7 +148,7 @@ def test_padding_that_is_not_a_number_stays_out():
 
 
 @pytest.mark.parametrize(
-  ("kind", "padded", "specs"), [(AUTO, True, "replicated"), (EXPLICIT, False, "sharded")]
+  ("kind", "padded", "specs"), [(AUTO, True, "replicated"), more(EXPLICIT, False, "sharded")]
 )
 def test_over_devices_each_adds_its_own_and_they_are_reduced_once(kind, padded, specs):
   mesh = make_mesh(4, kind=kind)
@@ -221,7 +222,7 @@ def beside_a_carry(params, batch):
   return jnp.mean(h**2)
 
 
-@pytest.mark.parametrize("loss_fn", [beside_a_value, beside_a_carry])
+@pytest.mark.parametrize("loss_fn", [more(beside_a_value), beside_a_carry])
 def test_a_scan_that_some_versions_mix_up_is_right(loss_fn):
   params, batch = params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)
@@ -259,7 +260,9 @@ def behind_a_barrier(params, batch):
   return jnp.mean(jax.lax.optimization_barrier(params["embedding"]) ** 2) * jnp.mean(batch["mask"])
 
 
-@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])
+@pytest.mark.parametrize(
+  "loss_fn", [clamped, more(twice), before_the_array, more(behind_a_barrier)]
+)
 def test_what_is_not_known_to_be_right_is_added_whole(loss_fn):
   params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)[1]
@@ -280,7 +283,7 @@ REFUSED = r"in_place=True adds gradients to references, which cannot be differen
 
 @pytest.mark.parametrize(
   ("loop", "jit", "moves"),
-  [(of_map, True, "params"), (of_fori, False, "batch"), (of_fori, True, "weights")],
+  [more(of_map, True, "params"), (of_fori, False, "batch"), (of_fori, True, "weights")],
 )
 def test_derivatives_in_a_loop_are_refused(loop, jit, moves):
   """JAX would be silently wrong. One thing depends on what is differentiated, and the rest not."""

@@ -12,6 +12,7 @@ import pytest
 from support import oracle, trees
 from support.compiled import temp_bytes
 from support.devices import make_mesh
+from support.samples import more
 
 import optax_accum
 
@@ -70,7 +71,7 @@ def mean_of_means(params, batch, size):
 # Whole, even, ragged by one and by more, and too large.
 @pytest.mark.parametrize(
   ("rows", "sizes", "masked"),
-  [(1, [1, 13], False), (7, [2, 3, 5, 6], False), (12, [1, 5, 7, 13], True)],
+  [(1, [1, 13], False), more(7, [2, 3, 5, 6], False), (12, [1, 5, 7, 13], True)],
 )
 def test_every_split_equals_the_whole_batch(rows, sizes, masked):
   with jax.enable_x64(True):
@@ -243,7 +244,8 @@ def test_min_max_sum_and_last_leave_out_what_has_no_weight():
 
 
 @pytest.mark.parametrize(
-  ("impl", "mesh"), [("threefry2x32", 8), ("rbg", None), ("unsafe_rbg", None), ("unsafe_rbg", 8)]
+  ("impl", "mesh"),
+  [("threefry2x32", 8), more("rbg", None), more("unsafe_rbg", None), ("unsafe_rbg", 8)],
 )
 def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
   """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""

@@ -177,31 +177,6 @@ def test_argnums_that_name_nothing_are_refused(argnums, args, kwargs, match):
     )
 
 
-def test_traced_counts_are_refused():
-  def step(n):
-    return optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)
-
-  with pytest.raises(TypeError, match="num_microbatches is a traced value"):
-    jax.jit(step)(2)
-
-
-@pytest.mark.parametrize(("kind", "n"), [("max", 1), ("min", 2)])
-def test_complex_values_have_no_order(kind, n):
-  match = rf"dtype complex64, which has no '{kind}': use \"mean\" or \"sum\""
-  z = jnp.ones(6, jnp.complex64)
-  run = optax_accum.microbatch(lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=n)
-  with pytest.raises(TypeError, match=r"output\['z'\] has " + match):
-    run(z)
-  raises(
-    TypeError,
-    r"aux\['z'\] has " + match,
-    lambda p, b: (loss_fn(p, b), {"z": jnp.sum(z)}),
-    has_aux=True,
-    aux_reduction=kind,
-    num_microbatches=n,
-  )
-
-
 def noisy_loss(params, key, data):
   return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
 
@@ -329,26 +304,3 @@ def test_sparse_rows_are_refused_with_what_to_pass(n_batch, mesh):
   step = optax_accum.make_train_step(packed_loss, tx, **options)
   _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
   np.testing.assert_allclose(metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6)
-
-
-def positions_loss(params, batch):
-  positions = jnp.moveaxis(batch["positions"], 0, 1)
-  return jnp.sum(jnp.sum(positions * params, (0, 2)) ** 2 / batch["count"])
-
-
-def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write():
-  positions = np.arange(24, dtype=np.float32).reshape(3, 4, 2)
-  w, tx, count = jnp.float32(1), optax.sgd(0.1), np.float32(5)
-  options = {"num_microbatches": 2, "reduction": "sum", "donate": False}
-  step = optax_accum.make_train_step(positions_loss, tx, **options)
-  fix = r".* np\.broadcast_to\(x, .*\), or pass it"
-  each = np.broadcast_to(count, 4)
-  moved = jnp.moveaxis(positions, 1, 0)
-  for batch, match in [
-    ({"positions": moved, "count": count}, r"^argument 1\['count'\] has shape \(\),"),
-    ({"positions": positions, "count": each}, r"1\['count'\]: 4, argument 1\['positions'\]: 3\. Move rows .*moveaxis,"),
-  ]:  # fmt: skip
-    with pytest.raises(ValueError, match=match + fix):
-      step(w, tx.init(w), batch)
-  got = step(w, tx.init(w), {"positions": moved, "count": each})[2]["loss"]
-  np.testing.assert_allclose(got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6)

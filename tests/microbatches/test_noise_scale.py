@@ -11,6 +11,7 @@ import pytest
 from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import count_collectives, gradient_noise_scale, make_train_step, NoiseScaleTerms
 
@@ -184,7 +185,7 @@ def big_data():
   return jax.tree.map(lambda x: np.asarray(x, np.float32), big), batch
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [more(x) if x == "sharded" else x for x in OPTIONS])
 def test_the_parameters_stay_the_same_to_the_bit_without_a_further_collective(name):
   options = {"num_microbatches": 2, **OPTIONS[name]}
   kind, spec = options.pop("kind", None), options.pop("spec", None)

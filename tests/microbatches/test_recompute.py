@@ -12,6 +12,7 @@ import optax
 import pytest
 from support import compiled, devices, trees
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch
 
@@ -309,7 +310,9 @@ def test_what_is_closed_over_has_its_gradient_too():
   trees.assert_close(actual, expected, 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "platform"), [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")])
+@pytest.mark.parametrize(
+  ("kind", "platform"), [(devices.AUTO, "cpu"), more(devices.EXPLICIT, "tpu")]
+)
 def test_a_step_over_a_mesh_reduces_once(kind, platform):
   """Every device encodes its rows in microbatches, and holds them against all devices' rows."""
 

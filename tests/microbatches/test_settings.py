@@ -19,10 +19,6 @@ def flagged(params, batch, train=False, *, layers=1):
   return jnp.mean(outputs**2) if train else jnp.max(outputs)
 
 
-def in_mode(params, batch, mode):
-  return flagged(params, batch, mode == "train")
-
-
 def take_step(loss_fn, *args, count=None, **kwargs):
   mesh = None if count is None else make_mesh(count)
   tx = optax.sgd(0.1)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
 from optax_accum.flax import linen_train_step, nnx_train_step
@@ -178,7 +179,7 @@ def pulled(w, tokens, table):
 
 
 @pytest.mark.parametrize("mesh", [None, 8])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [more(1), 2])
 def test_arrays_of_numpy_that_are_not_split_become_arrays_of_jax(parts, mesh):
   options = {"num_microbatches": parts}
   over = {**options, "mesh": None if mesh is None else make_mesh(mesh)}

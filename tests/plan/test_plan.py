@@ -29,6 +29,7 @@ from support.planned import (
   TX,
   written_down,
 )
+from support.samples import more
 
 from optax_accum import make_train_step, plan_microbatches
 from optax_accum._plan.programs import PlanCandidate
@@ -221,7 +222,7 @@ def test_bad_input_is_refused(change, error, message):
     plan_microbatches(**call | change)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("kind", [AUTO, more(EXPLICIT)])
 def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
   mesh = make_mesh(8, kind=kind)
   params, state, _ = mlp_args()
@@ -378,6 +379,7 @@ def test_the_whole_batch_may_fit_where_half_of_it_does_not():
   assert 1 not in asked
 
 
+@pytest.mark.more
 def test_one_row_does_not_tell_what_the_whole_batch_needs():
   """With bfloat16 parameters scans need float32 accumulators, and XLA writes one row otherwise."""
   params, rows = [shape(256, 256, dtype=jnp.bfloat16)] * 4, 96

@@ -110,7 +110,7 @@ def compiled_over_devices(tx, form, mesh, params, check_vma=True, weighted=False
 
 
 @pytest.mark.parametrize(("platform", "form", "check_vma", "kind", "weighted"), [
-  ("tpu", "update", True, AUTO, True),
+  more("tpu", "update", True, AUTO, True),
   more("tpu", "update", False, AUTO, False),
   ("tpu", "apply", True, EXPLICIT, False),
   ("cpu", "apply", True, AUTO, True),

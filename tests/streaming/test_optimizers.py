@@ -66,11 +66,11 @@ def _exported():
 
 EXPORTED = _exported()
 NAMES = sorted(set(EXPORTED) - set(LEFT_OUT))
-# What an accumulation could meet: moments, factors, norms of leaves, keys, the loss, the parameters
-# and where they began, periods, wrappers. The others are more of these.
+# What an accumulation could meet: moments, factors, the loss, the parameters and where they began,
+# periods, wrappers. The others are more of these.
 OF_EACH_KIND = (
-  *("adafactor", "adamw", "lamb", "lion", "noisy_sgd", "polyak_sgd", "sgd"),
-  *("contrib.mechanize", "contrib.muon", "contrib.prodigy", "contrib.sam"),
+  *("adafactor", "adamw", "lion", "polyak_sgd", "sgd"),
+  *("contrib.muon", "contrib.prodigy", "contrib.sam"),
   *("contrib.schedule_free", "contrib.split_real_and_imaginary"),
 )
 

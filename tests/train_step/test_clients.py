@@ -11,6 +11,7 @@ import pytest
 from support import oracle, trees
 from support.devices import make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import make_train_step
 
@@ -96,7 +97,7 @@ def trained(client, make):
   return params
 
 
-@pytest.mark.parametrize("mesh", [None, 8])
+@pytest.mark.parametrize("mesh", [more(None), 8])
 @pytest.mark.parametrize("name", CLIENTS)
 def test_three_steps_are_those_on_the_whole_batch(name, mesh):
   client = CLIENTS[name]

@@ -11,6 +11,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 import optax_accum
 from optax_accum import count_collectives
@@ -81,16 +82,21 @@ def total_and_weight(params, batch):
   return loss_fn(params, batch) * tokens(batch), tokens(batch)
 
 
-@pytest.mark.parametrize("arrive", [added, merged])
-@pytest.mark.parametrize(("mesh", "spec", "options"), [
-  ("one device", P(), {"in_place": True}),
-  ("one device", P(), {"has_weight": True}),
-  ("8 devices", P(), SKIPPING),
-  ("8 devices", P("data"), {"has_weight": True}),
-  ("2 axes", P("data"), {}),
-  ("2 axes", P(), {"in_place": True}),
+@pytest.mark.parametrize(("arrive", "mesh", "spec", "options"), [
+  (added, "one device", P(), {"in_place": True}),
+  more(added, "one device", P(), {"has_weight": True}),
+  (added, "8 devices", P(), SKIPPING),
+  (added, "8 devices", P("data"), {"has_weight": True}),
+  more(added, "2 axes", P("data"), {}),
+  more(added, "2 axes", P(), {"in_place": True}),
+  more(merged, "one device", P(), {"in_place": True}),
+  (merged, "one device", P(), {"has_weight": True}),
+  more(merged, "8 devices", P(), SKIPPING),
+  more(merged, "8 devices", P("data"), {"has_weight": True}),
+  (merged, "2 axes", P("data"), {}),
+  more(merged, "2 axes", P(), {"in_place": True}),
 ])  # fmt: skip
-def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):
+def test_calls_are_the_step_of_all_rows(arrive, mesh, spec, options):
   shape = MESHES[mesh]
   if "in_place" in options and jax.__version_info__ < (0, 10):
     return
@@ -134,8 +140,9 @@ def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):
       trees.assert_close(*jax.device_get((metrics, one)), 1e-10)
 
 
-@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
-@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+  ("shape", "by_name"), [(None, True), ((8,), False), more(None, False), more((8,), True)]
+)
 def test_carry_aux_and_keys_go_on_through_the_cycle(shape, by_name):
   def drawing(params, batch, seen, key, scale):
     bits = jax.random.bits(key, (), jnp.uint32).astype(jnp.int32) // 2**8
@@ -224,7 +231,7 @@ def test_add_sends_no_gradient_and_holds_no_state(spec):
   assert shapes == step.finish.lower(params, opt_state, cycle).as_text()
 
 
-@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+@pytest.mark.parametrize("shape", [more(None), (8,)], ids=["one device", "mesh"])
 def test_a_cycle_that_was_saved_goes_on_to_the_bit(shape, tmp_path):
   mesh = None if shape is None else make_mesh(*shape)
   tx = relaxed(optax.adam(0.1))
@@ -504,7 +511,7 @@ def ends(a, b):
 WORDS = {word: word for word in ("mean", "sum", "max", "min", "last")}
 
 
-@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+@pytest.mark.parametrize("shape", [more(None), (8,)], ids=["one device", "mesh"])
 def test_merge_combines_aux_and_carries_by_their_words(shape):
   """As what the cycles finish with, each by itself. One that is skipped has no last aux."""
   carried = {name: WORDS[name] for name in ("mean", "sum", "max")}
@@ -651,7 +658,7 @@ def test_workers_on_any_number_of_devices_give_the_same_bits():
     assert trained(count) == expected
 
 
-@pytest.mark.parametrize("mesh", [None, 8])
+@pytest.mark.parametrize("mesh", [None, more(8)])
 def test_without_jit_nothing_that_is_returned_is_deleted(mesh):
   mesh = None if mesh is None else make_mesh(mesh)
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum import make_train_step
 
-MESHES = pytest.mark.parametrize("mesh", [None, 8])
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3))
 P = np.ones(3)
@@ -33,9 +33,13 @@ def mean(p, batch):
   return squares(p, batch["x"]) / len(batch["x"])
 
 
-@MESHES
-@pytest.mark.parametrize("told_by", ["has_weight", "weight_fn"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -50.0])
+@pytest.mark.parametrize(("bad", "told_by", "mesh"), [
+  (np.nan, "has_weight", 8),
+  (np.inf, "weight_fn", None),
+  (-50.0, "weight_fn", 8),
+  more(np.inf, "has_weight", None),
+  more(-50.0, "has_weight", None),
+])  # fmt: skip
 def test_a_microbatch_whose_weight_is_no_count_is_left_out(bad, told_by, mesh):
   weights = np.ones(32)
   # Of one of two microbatches, of the device that has it: 16 rows, or 2.
@@ -82,8 +86,9 @@ def importance(p, x):
   return jnp.sum(q * (x @ p - 1) ** 2), jnp.sum(q)
 
 
-@MESHES
-@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize(
+  ("spoilt", "mesh"), [(True, 8), (False, None), more(False, 8), more(True, None)]
+)
 def test_other_parameters_have_weights_of_their_own(spoilt, mesh):
   """What was kept says which microbatches were left out, and nothing else."""
   x = X.copy()

@@ -11,6 +11,7 @@ import pytest
 from support import devices, oracle
 from support.devices import make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 import optax_accum
 
@@ -63,6 +64,7 @@ def whole_padded_steps():
     return stepped
 
 
+@pytest.mark.more
 def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch():
   with jax.enable_x64(True):
     step = optax_accum.make_train_step(
@@ -76,7 +78,7 @@ def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch():
     chex.assert_trees_all_close(padded_steps(step), whole_padded_steps(), rtol=1e-7)
 
 
-@pytest.mark.parametrize("mesh_size", [None, 4])
+@pytest.mark.parametrize("mesh_size", [more(None), 4])
 def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
   def inspect(value_fn, params):
     tangent = jax.tree.map(jnp.ones_like, params)

@@ -14,6 +14,7 @@ from support import devices
 from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import (
   _versions,
@@ -80,7 +81,7 @@ def in_place(tx, mesh=None, of_params=WHOLE, of_state=WHOLE):
 
 
 @pytest.mark.parametrize(("kind", "of_params", "of_state", "weight_fn"), [
-  (None, WHOLE, WHOLE, None),
+  more(None, WHOLE, WHOLE, None),
   (None, WHOLE, WHOLE, positive),
   (devices.AUTO, WHOLE, SHARDS, positive),
   (EXPLICIT, SHARDS, SHARDS, positive),
@@ -99,7 +100,7 @@ def test_steps_are_those_of_the_optimizer(kind, of_params, of_state, weight_fn):
   assert actual[2] == 1
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [more(False), True])
 def test_in_a_cycle_of_calls(sharded):
   mesh = None
   if sharded:
@@ -140,7 +141,7 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are():
 @pytest.mark.parametrize(("wrapped", "plain"), [
   (lambda tx: optax.chain(optax.clip_by_global_norm(0.5), state_on_host(tx)),
     lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx)),
-  (lambda tx: state_on_host(optax.apply_if_finite(tx, 3)), lambda tx: optax.apply_if_finite(tx, 3)),
+  more(lambda tx: state_on_host(optax.apply_if_finite(tx, 3)), lambda tx: optax.apply_if_finite(tx, 3)),
   (lambda tx: state_on_host(with_loss_elsewhere(tx)), with_loss_elsewhere),
   (lambda tx: accumulate(state_on_host(tx), 2), lambda tx: accumulate(tx, 2)),
 ], ids=["in a chain", "around", "value_fn", "in accumulate"])  # fmt: skip

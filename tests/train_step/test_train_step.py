@@ -13,6 +13,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations, temp_bytes
 from support.devices import make_mesh
 from support.optimizers import loss_elsewhere, relaxed
+from support.samples import more
 
 import optax_accum
 
@@ -94,32 +95,6 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, 
     assert abs(expected - metrics["loss"]) > 1e-2
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
-  def tokens(batch):
-    return jnp.sum(batch["valid"])
-
-  def fun(params, batch):
-    logits = batch["x"] @ params["w1"] @ params["w2"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    total = jnp.sum(losses * batch["valid"])
-    return total / tokens(batch) if reduction == "mean" else total
-
-  params = init_params()
-  rng = np.random.default_rng(0)
-  batch = {**digits(24), "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32)}
-  tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
-  step = optax_accum.make_train_step(
-    fun, tx, num_microbatches=3, weight_fn=tokens, reduction=reduction, donate=False
-  )
-  new, state = params, tx.init(params)
-  for part in (slice(0, 9), slice(9, 24)):
-    new, state, _ = step(new, state, trees.index(batch, part))
-  sgd = optax.sgd(0.1)
-  whole, *_ = oracle.whole_batch_step(fun, sgd)(params, sgd.init(params), batch)
-  trees.assert_close(new, whole, 1e-6)
-
-
 def test_a_line_search_of_several_calls_is_refused():
   def take(every_k):
     tx = optax_accum.accumulate(relaxed(optax.lbfgs()), every_k)
@@ -143,7 +118,7 @@ HALF = optax_accum.accumulate(optax.sgd(0.1), 2)
     [False, True, False, True]),
   (optax.sgd(0.1), [True] * 4),
 ], ids=["nested", "in a chain", "labels of nothing", "none"])  # fmt: skip
-@pytest.mark.parametrize("weight_fn", [None, lambda batch: jnp.sum(batch["x"])])
+@pytest.mark.parametrize("weight_fn", [more(None), lambda batch: jnp.sum(batch["x"])])
 def test_stepped_is_whether_parameters_move(tx, expected, weight_fn, usual_promotion):
   params = init_params()
   step = optax_accum.make_train_step(
@@ -192,7 +167,7 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
 everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
 # Where arguments are placed, and whether they are given away.
 placed = pytest.mark.parametrize(
-  ("mesh", "donate"), [(None, False), (make_mesh(8), True)], ids=["alone", "mesh"]
+  ("mesh", "donate"), [more(None, False), (make_mesh(8), True)], ids=["alone", "mesh"]
 )
 
 
@@ -268,7 +243,7 @@ def test_one_compilation_serves_every_step(committed):
   assert made[0] == made[-1] > 0
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [more(False), True])
 def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
   tx, params, batch, n = relaxed(optax.adamw(1e-3)), init_params(hidden=512), digits(256), 4
   options = {"weight_fn": lambda b: jnp.sum(b["y"] >= 0)} if weighted else {}
