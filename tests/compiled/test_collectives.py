@@ -11,6 +11,7 @@ import optax
 import pytest
 from support import devices
 from support.compiled import groups_of
+from support.samples import more
 
 from optax_accum import accumulate, accumulate_specs, make_train_step
 from optax_accum import count_collectives as count
@@ -202,7 +203,7 @@ def embedding_step(where):
   return step
 
 
-@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])
+@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), more("tpu", 8), ("tpu", 64)])
 def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform, chips):
   table = jax.ShapeDtypeStruct((100, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((64 * 12,), jnp.int32)

@@ -12,12 +12,13 @@ import pytest
 from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step
 
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 everywhere = pytest.mark.parametrize(
-  "mesh", [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)], ids=["alone", "auto", "explicit"]
+  "mesh", [None, more(make_mesh(8)), make_mesh(8, kind=EXPLICIT)], ids=["alone", "auto", "explicit"]
 )
 
 

@@ -55,7 +55,7 @@ SPECS = {
   ("over one", (EXPLICIT, EXPLICIT)),
   more("over the other", (AUTO, AUTO)),
   ("one dimension over both", (AUTO, AUTO)),
-  ("in another order", (EXPLICIT, EXPLICIT)),
+  more("in another order", (EXPLICIT, EXPLICIT)),
   ("two dimensions", (AUTO, EXPLICIT)),
 ])  # fmt: skip
 def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
@@ -98,7 +98,8 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
 
 
 @pytest.mark.parametrize(
-  ("data_kind", "options"), [(EXPLICIT, {"num_microbatches": 4}), (AUTO, {"microbatch_size": 20})]
+  ("data_kind", "options"),
+  [more(EXPLICIT, {"num_microbatches": 4}), (AUTO, {"microbatch_size": 20})],
 )
 def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(options, data_kind):
   with jax.enable_x64(True):

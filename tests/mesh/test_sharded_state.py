@@ -14,6 +14,7 @@ from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import clipped_adamw, relaxed, with_loss_elsewhere
 from support.padded import init_params, loss_fn, make_batch, valid
+from support.samples import more
 
 from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
@@ -113,11 +114,11 @@ BESIDE = {
 
 @pytest.mark.parametrize(("case", "types"), [
   ("tensor parallel", (AUTO, AUTO)),
-  ("not told to be", (AUTO, EXPLICIT)),
+  more("not told to be", (AUTO, EXPLICIT)),
   ("one dimension over both", (EXPLICIT, EXPLICIT)),
-  ("along another dimension", (AUTO, AUTO)),
+  more("along another dimension", (AUTO, AUTO)),
   ("a dimension divided further", (AUTO, AUTO)),
-  ("one dimension over another axis", (AUTO, AUTO)),
+  more("one dimension over another axis", (AUTO, AUTO)),
   ("an axis on another dimension", (EXPLICIT, EXPLICIT)),
 ])  # fmt: skip
 def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
@@ -167,7 +168,7 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   assert sent == {"reduce-scatter": local, "all-gather": local}
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(AUTO, (1, 8)), (EXPLICIT, (1, 8))])
+@pytest.mark.parametrize(("kind", "shape"), [more(AUTO, (1, 8)), (EXPLICIT, (1, 8))])
 def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
   specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
@@ -393,7 +394,7 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
 
 
-@pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), ("in part", EXPLICIT)])
+@pytest.mark.parametrize(("made", "kind"), [("jitted", AUTO), more("in part", EXPLICIT)])
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):
     mesh, tx, batch = make_mesh(4, kind=kind), accumulate(clipped_adamw(), 2), make_batch()

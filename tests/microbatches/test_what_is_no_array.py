@@ -123,7 +123,7 @@ BATCHES = {
 
 # JAX warns of a generator, and is to refuse it.
 @pytest.mark.filterwarnings("ignore:Python iterable type")
-@pytest.mark.parametrize("mesh", [None, 8])
+@pytest.mark.parametrize("mesh", [more(None), 8])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("surface", STEPS | FUNCTIONS)
 def test_a_batch_that_is_no_array_is_named(surface, batch, mesh):
@@ -149,7 +149,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, 8])
+@pytest.mark.parametrize("mesh", [more(None), 8])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("surface", STEPS)
 def test_a_further_argument_that_is_no_array_is_named(surface, setting, mesh):

@@ -173,7 +173,7 @@ def test_one_compilation_for_any_weight_flush_and_step_with_donation(form):
 
 
 @forms
-@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize("every_k", [more(1), 2])
 def test_a_fresh_state_can_be_donated(every_k, form):
   tx = accumulate(optax.sgd(0.5, momentum=0.9), every_k, skip_fn=optax.skip_not_finite)
   for start in (1.0, 0.0):
@@ -225,7 +225,7 @@ def test_inner_is_traced_once(form, every_k, differentiable):
   assert traces(over_devices, axis_name="data") == 1
 
 
-@pytest.mark.parametrize(("form", "differentiable"), [("update", True), ("apply", False)])
+@pytest.mark.parametrize(("form", "differentiable"), [more("update", True), ("apply", False)])
 def test_a_population_is_its_members(form, differentiable):
   tx = accumulate(optax.adam(0.1), 2, differentiable=differentiable)
   weights = jnp.array([[1.0, 2, 0, 1], [3, 1, 0, 1], [1, 1, 1, 1]])

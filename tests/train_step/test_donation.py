@@ -11,6 +11,7 @@ from support import devices, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import make_train_step
 
@@ -78,7 +79,7 @@ def moved_along():
   return steps(moved, init_params(), MOMENTUM.init(init_params()))
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("by_name", [more(False), True])
 @everywhere("on_mesh", "neither")
 def test_a_teacher_that_starts_as_the_parameters(at, on_mesh, by_name):
   tx, mesh = MOMENTUM, MESHES[at]
@@ -163,7 +164,7 @@ def test_what_was_returned_and_then_deleted_elsewhere_is_named():
 REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
 
 
-@pytest.mark.parametrize("inside", ["teacher", "state", "lbfgs"])
+@pytest.mark.parametrize("inside", ["teacher", "state", more("lbfgs")])
 def test_a_mesh_whose_first_device_is_not_where_arrays_start(inside):
   tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(inside, optax.lbfgs(linesearch=None))
   fun = (

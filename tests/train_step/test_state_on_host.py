@@ -82,7 +82,7 @@ def in_place(tx, mesh=None, of_params=WHOLE, of_state=WHOLE):
 
 @pytest.mark.parametrize(("kind", "of_params", "of_state", "weight_fn"), [
   more(None, WHOLE, WHOLE, None),
-  (None, WHOLE, WHOLE, positive),
+  more(None, WHOLE, WHOLE, positive),
   (devices.AUTO, WHOLE, SHARDS, positive),
   (EXPLICIT, SHARDS, SHARDS, positive),
 ], ids=["one device", "weighted", "ZeRO-1", "explicit"])  # fmt: skip
