@@ -2,7 +2,6 @@
 
 import functools
 
-from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 import optax
@@ -118,32 +117,3 @@ def test_a_decorated_loss_has_its_own_errors(decorate):
   assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
-
-
-def test_losses_that_fit_or_cannot_be_asked_are_taken():
-  def with_default(variables, batch, rngs=None, train=False):
-    return linen_loss(variables, batch, rngs)
-
-  class Loss:
-    def __call__(self, *args):
-      return linen_loss(*args)
-
-  def trained(loss_fn):
-    @functools.wraps(loss_fn)
-    def wrapper(variables, batch, rngs):
-      return loss_fn(variables, batch, rngs, train=True)
-
-    return wrapper
-
-  @trained
-  def decorated(variables, batch, rngs, train):
-    return linen_loss(variables, batch, rngs)
-
-  partial = functools.partial(lambda train, *args: linen_loss(*args), True)
-  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
-  losses = []
-  jitted = jax.jit(linen_loss), jax.jit(decorated), jax.checkpoint(decorated)
-  for loss_fn in (linen_loss, with_default, Loss(), partial, decorated, *jitted):
-    step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
-    losses.append(float(step(state, BATCH)[1]["loss"]))
-  assert losses == [4.0] * 8
