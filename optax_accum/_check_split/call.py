@@ -37,7 +37,9 @@ class Array(NamedTuple):
   @property
   def kind(self) -> str:
     """As NumPy has it, such as "f" for floats, or "key"."""
-    return "key" if is_key(self.value) else self.value.dtype.kind
+    if is_key(self.value):
+      return "key"
+    return self.value.dtype.kind.replace("V", "f")  # of bfloat16
 
   @property
   def is_mask(self) -> bool:
@@ -52,7 +54,8 @@ class Array(NamedTuple):
   def moved(self, size: float) -> np.ndarray:
     """Other floats, by `size` of what they are."""
     usual = np.sqrt(np.mean(np.abs(self.value) ** 2)) or 1.0
-    return self.value + size * usual * self.waves(1.0)
+    moved = self.value + size * usual * self.waves(1.0)
+    return moved.astype(self.value.dtype)
 
 
 class Call(NamedTuple):
@@ -65,7 +68,7 @@ class Call(NamedTuple):
 
   @classmethod
   def of(cls, signature: Signature, args, kwargs, roles: Roles) -> "Call":
-    """The given call, in the dtypes of the check. What is no array is a constant."""
+    """The given call. What is no array is a constant."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     arrays = {}
     for n, ((kind, first, *path), x) in enumerate(leaves):
@@ -76,7 +79,7 @@ class Call(NamedTuple):
       if hasattr(x, "dtype") or role in ("differentiated", "batch"):
         argument = signature.name(slot).replace("...", f"batch_{slot}")
         name = argument + jax.tree_util.keystr(tuple(path))
-        arrays[n] = Array(_in_check_dtype(x), role, argument, name)
+        arrays[n] = Array(_copied(x), role, argument, name)
 
     def arguments(values):
       new = dict(zip(arrays, values, strict=True))
@@ -148,7 +151,8 @@ class Call(NamedTuple):
 
     def vary(x):
       if x.kind in "fc" and not x.is_mask:
-        return x.value * (middle + (1 - middle) * x.waves(speed))
+        value = x.value * (middle + (1 - middle) * x.waves(speed))
+        return value.astype(x.value.dtype)
       return x.value
 
     varied = self.mapped(name, vary, "batch")
@@ -179,18 +183,12 @@ class Call(NamedTuple):
           yield self.put(change, x, number, ([0, -1], *most))
 
 
-def _in_check_dtype(x):
-  """A copy on the host, its floats in float32, or float64 where x64 is enabled.
-
-  It is no view: a step could not donate what has one.
-  """
+def _copied(x):
+  """A copy on the host. It is no view: a step could not donate what has one."""
   if is_key(x):
     data = jnp.array(np.array(jax.random.key_data(x)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  dtype = jnp.result_type(x)
-  if jnp.issubdtype(dtype, jnp.inexact):
-    dtype = jnp.result_type(complex if jnp.iscomplexobj(x) else float)
-  return np.array(x, dtype)
+  return np.array(x, jnp.result_type(x))
 
 
 def _fixed_keys(

@@ -56,15 +56,15 @@ def check_split(
     Exception: What the step raises on this batch, but for a key that no option names: "random".
 
   Calls:
-    It compares loss, gradients and aux of all rows at once with those of the step, in float32
-    (float64 with x64): up to 16 rows of a microbatch, in parts about 2 to 1, on the given batch and
-    on altered ones: other parameters and floats, a part of a mask turned over, a whole microbatch
-    masked, smaller integers, integers that the loss compares with. One on which the loss does not
-    run is left out. Options in a fix have been tried. Differences up to 1e-4 of a leaf's largest
-    number, or 1e-6 of the largest leaf's (1e-9 and 1e-11 in float64), pass for rounding; up to 1/32,
-    of 4 rows, if the loss computes in 16 bits, which the reason then says. The new carry is not compared, nor
-    an aux under "stack", "last" or a function, nor what ``not_checked`` lists. It does not find a
-    threshold on a statistic of the batch that all microbatches are on one side of.
+    It compares loss, gradients and aux of all rows at once with those of the step: up to 16 rows of
+    a microbatch, in parts about 2 to 1, on the given batch and on altered ones: other parameters
+    and floats, a part of a mask turned over, a whole microbatch masked, smaller integers, integers
+    that the loss compares with. One on which the loss does not run is left out. Options in a fix
+    have been tried. Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
+    leaf's (1e-9 and 1e-11 in float64), pass for rounding. If the loss computes in 16 bits, which
+    the reason then says, it is 1/64 of the loss and 1/8 of the largest gradient. The new carry is
+    not compared, nor an aux under "stack", "last" or a function, nor what ``not_checked`` lists. It
+    does not find a threshold on a statistic of the batch that all microbatches are on one side of.
   """
   asked = _SIGNATURE.bind(loss_fn, **options)
   asked.apply_defaults()

@@ -63,19 +63,23 @@ def _findings(
   if trials and not facts.exchanges:
     names = trials[0].whole.main
     reduction = programs.asked["reduction"]
-    if _fits(trials, names, None if reduction == "sum" else _given):
+    given = None if reduction == "sum" else _given
+    if _misfit(trials, names, given) < np.inf:
       yield SplitReport("unknown", STEP_ALONE, OWN_MEAN)
     use_sum = USE_SUM
     if programs.local.split.has_weight:  # it excludes a sum
       use_sum = RETURN_BOTH
-    if _fits(trials, names, None):
+    if _misfit(trials, names, None) < np.inf:
       yield SplitReport("sum", SUM, use_sum)
-    for fix, weigh in _weights(programs):
-      if _fits(trials, names, weigh):
-        if reduction == "sum":
-          fix += ', reduction="mean"'
-        fix += f"\nOr: {RETURN_BOTH}"
-        yield SplitReport("weighted", WEIGHTED, fix)
+    misfits = {
+      x: _misfit(trials, names, weigh) for x, weigh in _weights(programs)
+    }
+    fix = min(misfits, key=misfits.__getitem__, default="")
+    if fix and misfits[fix] < np.inf:
+      if reduction == "sum":
+        fix += ', reduction="mean"'
+      fix += f"\nOr: {RETURN_BOTH}"
+      yield SplitReport("weighted", WEIGHTED, fix)
     if _have_weights(programs, trials):
       yield SplitReport("weighted", SOME_WEIGHT, RETURN_BOTH)
   if programs.fingerprint() != programs.fingerprint():
@@ -85,10 +89,14 @@ def _findings(
   yield SplitReport("coupled", COUPLED, MENDS)
 
 
-def _fits(
+def _misfit(
   trials: Sequence[Trial], names: Iterable[str], weigh: Weights | None
-) -> bool:
-  """Whether these arrays of all rows are weighted means of the microbatches, or with None sums."""
+) -> float:
+  """How far the first of these arrays of all rows is from weighted means, or None: sums.
+
+  Infinite, if one of them is not a mean or sum of the microbatches.
+  """
+  misfit = 0.0
   for trial in trials:
     numbers = np.ones(len(trial.rows))
     if weigh is not None:
@@ -99,11 +107,14 @@ def _fits(
     for name in names:
       arrays = [x.arrays[name] for x in trial.each]
       if {x.shape for x in arrays} != {trial.whole.arrays[name].shape}:
-        return False
+        return np.inf
       total[name] = np.tensordot(numbers[counts], np.stack(arrays)[counts], 1)
-    if not all(leaf.agrees for leaf in trial.whole.compare(total)):
-      return False
-  return True
+    leaves = trial.whole.compare(total)
+    if not all(leaf.agrees for leaf in leaves):
+      return np.inf
+    # The first is the loss, which rounding changes least.
+    misfit += leaves[0].difference
+  return misfit
 
 
 def _given(trial: Trial) -> Sequence[float]:
@@ -196,7 +207,7 @@ def _aux(
   programs: Programs, trials: Sequence[Trial], differ: Sequence[str]
 ) -> SplitReport:
   """Whether the aux that differs is that of all rows where it is added up."""
-  if not trials or not _fits(trials, differ, None):
+  if not trials or _misfit(trials, differ, None) == np.inf:
     return SplitReport("unknown", AUX, RATIO)
 
   def new(path, word):
@@ -231,6 +242,7 @@ it. In a carry, let it be a jax.random.key:
   loss_fn(params, batch, key), with rng_argnums=2"""
 USE_SUM = """\
 reduction="sum"
+Or divide by the rows that the loss is given, for a mean.
 Or, if the loss returns how much its rows count in the place of an aux, give
 it has_weight=True in the place of has_aux=True for the mean."""
 SUM = """\

@@ -18,10 +18,7 @@ from optax_accum._microbatches import cut
 from optax_accum._microbatches.refusals import naming, with_keys, with_rows
 from optax_accum._microbatches.roles import by_slot
 
-# Rows of a microbatch: more take longer, and seldom tell more.
-_ROWS = 16
-# And in 16 bits: a sum of many has large rounding.
-_ROWS_IN_HALF = 4
+_ROWS = 16  # of a microbatch: more take longer, and seldom tell more
 
 
 def check_step(loss: Loss, args, kwargs) -> SplitReport:
@@ -108,21 +105,22 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
       # Raises what the step does.
       jax.eval_shape(loss.value_and_grad, *args, **kwargs)
     facts = programs.facts
-    most = _ROWS if facts.bytes > 2 else _ROWS_IN_HALF
-    size = min(size, max(1, most // devices))
+    few = min(size, max(1, _ROWS // devices))
     # Two microbatches, or parts of 2 rows and 1.
-    rows = min(rows, max(2 * size, 3))
-    call = call.take(np.arange(rows * devices))
+    few_rows = min(rows, max(2 * few, 3))
+    part = call.take(np.arange(few_rows * devices))
     # What devices exchange, or the loss splits by itself, stays in one microbatch.
     if is_one and (facts.exchanges or programs.splits_itself()):
-      trials = [*_trials(programs, call, rows)]
+      trials = [*_trials(programs, part, few_rows)]
     else:
       # The larger of two parts, which is odd: most losses of rows in groups do not run on it.
-      odd = max(1, min(2 * rows // 3 | 1, rows - 1))
-      trials = [*_trials(programs, call, odd)]
+      odd = max(1, min(2 * few_rows // 3 | 1, few_rows - 1))
+      trials = [*_trials(programs, part, odd)]
       if not trials:
-        trials += _trials(programs, call, size)
-        trials += _trials(programs, call, odd + 1)
+        # In groups: two whole microbatches, and parts of which each may be whole groups.
+        pair = call.take(np.arange(min(rows, 2 * size) * devices))
+        trials += _trials(programs, pair, size)
+        trials += _trials(programs, part, min(odd + 1, few_rows - 1))
     report = SplitReport("unknown", NOTHING, OTHER_BATCH)
     if trials:
       report = diagnose.explain(programs, trials)
@@ -131,7 +129,7 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
       size = len(shown.rows[0]) * devices
       report = dataclasses.replace(
         report,
-        where=f"{shown.call.name}; microbatches of {size} rows, of {call.rows}",
+        where=f"{shown.call.name}; microbatches of {size} rows, of {shown.call.rows}",
         leaves=tuple(shown.leaves),
       )
   notes = []
@@ -186,11 +184,12 @@ microbatch"""
 CARRY = "the new carry: whether it is what the whole batch would make of it"
 IN_HALF = """\
 This is a verdict in 16 bits: the loss computes in them, so differences up
-to 1/32 of a leaf's largest number pass for rounding. With a weight a loss
-must be in float32: cast its logits."""
+to 1/64 of the loss and 1/8 of the largest gradient pass for rounding. With
+a weight a loss must be in float32: cast its logits."""
 NOTHING = """\
-The loss or its gradients are not finite, or they are zero on all batches,
-or nothing counts: nothing can be compared."""
+Nothing can be compared: the loss or its gradients are not finite, or they
+are zero on all batches, or nothing counts, or the loss does not run on
+fewer rows."""
 OTHER_BATCH = """\
 Give parameters and a batch for which they are finite, and the loss is not
 zero."""
