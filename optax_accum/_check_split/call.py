@@ -97,10 +97,6 @@ class Call(NamedTuple):
   def of_role(self, *roles: str) -> list[Array]:
     return [x for x in self.arrays if x.role in roles]
 
-  @property
-  def rows(self) -> int:
-    return len(self.of_role("batch")[0].value)
-
   def mapped(
     self, name: str, fun: Callable[[Array], Leaf], *roles: str
   ) -> "Call":
@@ -166,7 +162,7 @@ class Call(NamedTuple):
       yield self.with_noise("other noise", _OTHER, descends=facts.sorts)
     for x in self.of_role("batch"):
       # But for the first entry, or weights of all entries and of the next ones would be alike.
-      most: tuple[Any, ...] = ()
+      most: Any = ()
       if x.value.ndim > 1 and x.value.shape[-1] > 1:
         most = ..., np.s_[1:]
       if x.is_mask:

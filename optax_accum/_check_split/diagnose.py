@@ -3,7 +3,13 @@
 Each microbatch is run by itself. Most mistakes are other ways to make one of what these gave.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Sequence,
+)
 import contextlib
 import itertools
 import operator
@@ -40,7 +46,7 @@ def explain(programs: Programs, trials: Sequence[Trial]) -> SplitReport:
     return SplitReport("ok")
   trials = [*_with_parts(programs, trials)]
   if all(name.startswith("aux") for name in differ):
-    return _aux(programs, trials, [*differ])
+    return _aux(programs, trials, differ)
   return next(_findings(programs, trials))
 
 
@@ -124,7 +130,7 @@ def _given(trial: Trial) -> Sequence[float]:
 
 # Which entries of an array x count, or how much: what a report says, the kinds of arrays that it is
 # said of, and the same in NumPy.
-_FORMULAS: dict[str, tuple[str, Callable]] = {
+_FORMULAS = {
   "{x}": ("bfiu", lambda x, n: x),
   "~{x}": ("b", lambda x, n: ~x),
   "~jnp.isnan({x})": ("f", lambda x, n: ~np.isnan(x)),
@@ -204,7 +210,7 @@ def _share(programs: Programs, trial: Trial) -> float:
 
 
 def _aux(
-  programs: Programs, trials: Sequence[Trial], differ: Sequence[str]
+  programs: Programs, trials: Sequence[Trial], differ: Collection[str]
 ) -> SplitReport:
   """Whether the aux that differs is that of all rows where it is added up."""
   if not trials or _misfit(trials, differ, None) == np.inf:
@@ -214,8 +220,6 @@ def _aux(
     return "sum" if leaf_name("aux", path) in differ else word
 
   words = jax.tree_util.tree_map_with_path(new, programs.words)
-  if {*jax.tree.leaves(words)} == {"sum"}:  # then it is the word for all
-    words = "sum"
   fix = f"aux_reduction={words!r}".replace("'", '"')
   return SplitReport("sum", AUX, fix)
 

@@ -85,10 +85,9 @@ class Programs:
   """A loss, a call of it, and what runs it, each compiled once."""
 
   def __init__(self, loss: Loss, call: Call):
-    self.loss = loss
     self.call = call
     self.local: LocalLoss = loss.local
-    self.axes: tuple[Any, ...] = ()  # which the loss may name
+    self.axes: Any = ()  # which the loss may name
     self.devices = 1
     self.mesh = None
     self.one = None  # a mesh of one device, where these axes have size 1
@@ -99,11 +98,8 @@ class Programs:
       one = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
       self.one = Mesh(one, mesh.axis_names, axis_types=mesh.axis_types)
     # The default refuses an aux of as many rows as a microbatch, which here is another number.
-    aux = self.local.asked["aux_reduction"]
-    self.asked = {
-      **self.local.asked,
-      "aux_reduction": "mean" if aux is None else aux,
-    }
+    aux = self.local.asked["aux_reduction"] or "mean"
+    self.asked = {**self.local.asked, "aux_reduction": aux}
     whole = self._value_and_grad(self.local, None)
     self._run = _compiled(self._on_one_device(whole))
     self._steps = functools.cache(
@@ -149,9 +145,9 @@ class Programs:
 
   def _outcome(self, out) -> Outcome:
     words = dict(_validate.named_leaves("aux", self.words))
-    *trees, weight = jax.device_get(out)
+    outputs, weight = jax.device_get(out)
     arrays = {}
-    for root, tree in zip(("loss", "grads", "aux"), trees, strict=True):
+    for root, tree in outputs._asdict().items():
       for name, x in _validate.named_leaves(root, tree):
         if words.get(name, "mean") in _WORDS:
           arrays[name] = np.asarray(x, np.result_type(x, float))
@@ -207,8 +203,8 @@ class Programs:
   def words(self) -> Tree:
     """What was asked for each aux."""
     asked = self.asked["aux_reduction"]
-    aux = jax.eval_shape(self._run, self.call.values)[2]
-    return reduction_words.match("aux_reduction", asked, aux)
+    outputs, _ = jax.eval_shape(self._run, self.call.values)
+    return reduction_words.match("aux_reduction", asked, outputs.aux)
 
   def _trace(self):
     # A new function: JAX remembers the jaxpr of one that it knows.
@@ -250,7 +246,7 @@ class Programs:
     def run(values):
       args, kwargs = self.call.arguments(values)
       _, out, stats = new.value_and_grad(*args, **kwargs)
-      return out.loss, out.grads, out.aux, stats.total_weight
+      return out._replace(noise=None, kept=None), stats.total_weight
 
     return run
 

@@ -105,22 +105,20 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
       # Raises what the step does.
       jax.eval_shape(loss.value_and_grad, *args, **kwargs)
     facts = programs.facts
-    few = min(size, max(1, _ROWS // devices))
+    most = min(size, _ROWS // devices)
     # Two microbatches, or parts of 2 rows and 1.
-    few_rows = min(rows, max(2 * few, 3))
-    part = call.take(np.arange(few_rows * devices))
+    few = min(rows, max(2 * most, 3))
     # What devices exchange, or the loss splits by itself, stays in one microbatch.
     if is_one and (facts.exchanges or programs.splits_itself()):
-      trials = [*_trials(programs, part, few_rows)]
+      trials = [*_trials(programs, few, few)]
     else:
       # The larger of two parts, which is odd: most losses of rows in groups do not run on it.
-      odd = max(1, min(2 * few_rows // 3 | 1, few_rows - 1))
-      trials = [*_trials(programs, part, odd)]
+      odd = max(1, min(2 * few // 3 | 1, few - 1))
+      trials = [*_trials(programs, few, odd)]
       if not trials:
         # In groups: two whole microbatches, and parts of which each may be whole groups.
-        pair = call.take(np.arange(min(rows, 2 * size) * devices))
-        trials += _trials(programs, pair, size)
-        trials += _trials(programs, part, min(odd + 1, few_rows - 1))
+        trials += _trials(programs, min(rows, 2 * size), size)
+        trials += _trials(programs, few, min(odd + 1, few - 1))
     report = SplitReport("unknown", NOTHING, OTHER_BATCH)
     if trials:
       report = diagnose.explain(programs, trials)
@@ -129,7 +127,7 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
       size = len(shown.rows[0]) * devices
       report = dataclasses.replace(
         report,
-        where=f"{shown.call.name}; microbatches of {size} rows, of {shown.call.rows}",
+        where=f"{shown.call.name}; microbatches of up to {size} rows",
         leaves=tuple(shown.leaves),
       )
   notes = []
@@ -143,15 +141,16 @@ def _report(loss: Loss, args, kwargs) -> SplitReport:
   return dataclasses.replace(report, reason=reason, not_checked=tuple(notes))
 
 
-def _trials(programs: Programs, call: Call, size: int) -> Iterator[Trial]:
+def _trials(programs: Programs, own: int, size: int) -> Iterator[Trial]:
   """The given batch and altered ones that run and tell something.
 
-  Microbatches of a device have `size` rows.
+  A device has its `own` rows, and its microbatches `size` of them.
   """
-  own = call.rows // programs.devices
+  total = own * programs.devices
+  call = programs.call.take(np.arange(total))
   cut_rows = _cut(own, size)
   # Devices cut their rows as the first does.
-  rows = [i + x for i in range(0, call.rows, own) for x in cut_rows]
+  rows = [i + x for i in range(0, total, own) for x in cut_rows]
   base = call.varied("all floats varied")
   if not programs.whole(base).is_finite:
     base = call
