@@ -22,7 +22,7 @@ def asks_to_skip(
     return False, ()
   should_skip, info = skip_fn(updates, gradient_step, params)
   should_skip = jnp.asarray(should_skip)
-  # A weight that is a Python number is not 0.
+  # A weight that tracing knows is never 0.
   if isinstance(weight, jax.Array):
     # What has no weight may be NaN, and is no cause to skip.
     should_skip = should_skip & weighted_mean.counts(weight)

@@ -16,7 +16,8 @@ import numpy as np
 
 from optax_accum._arithmetic import dtypes
 
-# A Python number is a weight known when tracing: it costs nothing when it is 1.
+# A Python number is a weight that tracing knows. It is never 0, since a 0 is made an array, and it
+# costs nothing when it is 1.
 Weight = float | jax.Array
 
 
@@ -44,7 +45,7 @@ def check_weight(source: str, value) -> None:
   # Written so that NaN is refused too.
   if not float(value) >= 0:
     raise ValueError(
-      f"{source} gave the weight {value}; it must be 0 or more: in a mean ratios alone matter."
+      f"{source} gave the weight {value}; it must be 0 or more: it is how much a microbatch counts."
     )
 
 
@@ -115,7 +116,7 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     # A weight of zero is replaced by one: the total is zero then, and 0/0 would be NaN.
     inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
   else:
-    # A Python number is not 0, and its reciprocal is taken when tracing.
+    # A weight that tracing knows is never 0: see `Weight`. So is its reciprocal known.
     inverse = 1 / weight
   quotient = total * inverse
   return quotient.astype(dtype)

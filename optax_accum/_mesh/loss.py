@@ -205,7 +205,7 @@ class OverMesh:
     method = LocalLoss.value_and_grad
     # Nothing is of one device alone: ().
     run = self._on_devices(method, (), args, kwargs, self._reduced_specs)
-    # In this frame, so that few stand between a call and the loss.
+    # Called in this frame, so that a traceback has few frames between a call and the loss.
     reduced = run()
     return self._to_place(reduced, args[0])
 
@@ -275,7 +275,7 @@ class OverMesh:
 
     def to_place(g, x, to):
       if to is None:
-        # It goes where its parameter is: of that, only explicit axes are in the type.
+        # It goes where its parameter is. Explicit axes are in the type of that; others are XLA's.
         return across_devices.sharded_like(g, x)
       return self.parallel.move(g, to)
 

@@ -70,8 +70,8 @@ def on_each_device(
     out_specs=out_specs,
     # Other axes of the mesh are left to the compiler.
     axis_names=set(parallel.axes),
-    # Types of what varies refuse every loop, branch or derivative rule of a function that starts
-    # from a constant, and all Pallas kernels.
+    # If it checked, JAX would refuse all Pallas kernels, and each loop, branch or derivative rule
+    # that mixes a constant, whose type says that it does not vary, with what does.
     check_vma=False,
   )
   # Explicit axes are in an array's type, which is made to agree with its spec.

@@ -40,10 +40,11 @@ def followed(params, opt_state) -> list[int | None]:
 def specs_of_states(
   params, opt_state, specs: Sequence[PartitionSpec]
 ) -> list[PartitionSpec | None]:
-  """For each parameter, the sharding that its state has; None if that is not one sharding.
+  """For each parameter, the one sharding of the leaves of the state that follow it.
 
-  `specs` begins with those of the leaves of both trees. It is None, too, if a leaf of the state has
-  another shape. A leaf found by mistake changes where the step is computed, and not the result.
+  None, if they have several, or another shape than the parameter. `specs` begins with those of the
+  leaves of both trees. A leaf found by mistake changes where the step is computed, and not the
+  result.
   """
   leaves = jax.tree.leaves(params)
   state = jax.tree.leaves(opt_state)

@@ -52,7 +52,7 @@ class Microbatch(NamedTuple):
   carry: tuple[Carry, ...]  # None in it stands for what came back as it was
   outputs: Tree
   weight: Leaf
-  finite: Leaf  # whether loss and gradients are; True where nobody looked
+  finite: Leaf  # whether loss, gradients and weight are; True: nobody looked
 
 
 class Accumulated(NamedTuple):

@@ -155,7 +155,8 @@ def _reduction(name: str, word: str, x: Any) -> Reduction:
     )
   word = word or "mean"
   kind = REDUCTIONS[word]
-  # 0 rows and no dtype, since the checks of these four words ask for neither.
+  # The checks of the words that a carry may have need no rows. No dtype, since `accumulator_dtype`
+  # is not for carries.
   kind.check(name, x, 0, None)
   if x.dtype == jnp.bool_ and word == "sum":
     raise TypeError(

@@ -53,6 +53,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
   def run(index, carry, rows):
     batch = call.taken(index, rows)
     weight = call.weight(index, batch, rows)
+    # What the loss hands back as it came is None in the carry of the loop: it stays the call's own.
     own = combine(carry, call.own_carry)
     results = one(weight, *call.inputs(index, batch, own))
     # Results that depend on no varying argument are not typed as varying; this types all alike.
@@ -63,7 +64,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     if weight is None:
       weight = own_weight
     elif own_weight is not None:
-      # The loss tells its weight, and `weight` only whether an earlier call kept the microbatch.
+      # The loss tells its weight. `weight` is whether `value_and_grad` of this batch kept it.
       weight = jnp.where(weighted_mean.counts(weight), own_weight, 0)
     if finite is None:  # nobody looked
       finite = True
@@ -86,7 +87,7 @@ class Loop:
       # Index 0 stands for any, as only the types of the results are asked for.
       one = functools.partial(run, 0, call.own_carry, rows)
       trace = jax.make_jaxpr(one, return_shape=True)
-      # In this frame, so that few stand between a call and the loss.
+      # Called in this frame, so that a traceback has few frames between a call and the loss.
       programs.append(trace())
     # The types of the results of a full microbatch, and of the last one, which may be smaller.
     self.full = across_devices.types(programs[0])

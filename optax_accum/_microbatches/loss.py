@@ -161,7 +161,7 @@ class LocalLoss:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     call, run, words = self._gradients(args, kwargs)
     if not call.is_whole:
-      # In this frame, so that few stand between a call and the loss.
+      # Called in this frame, so that a traceback has few frames between a call and the loss.
       return Loop(call, run, words, "").reduced()
     return reduced(call, run, words, "")
 
@@ -340,7 +340,8 @@ class LocalLoss:
     if self.noise_scale:
       noise = noise_scale.noise_of(grads, weight)
     if self.split.skip_nonfinite:
-      finite = is_finite((loss, grads, jnp.asarray(weight)))
+      # What has a weight of NaN or infinity is left out, too.
+      finite = is_finite((loss, grads, weight))
     if self._tells_kept:
       kept = finite
     return carry, own_weight, finite, Outputs(loss, aux, grads, noise, kept)

@@ -104,7 +104,7 @@ class Accumulation:
     run = functools.partial(self.run_inner, step, params)
     if step.emit is True:
       # Tracing knows that every call steps, so no sums are kept and no updates are zeros.
-      # The first result is the sums over devices, which are not kept.
+      # The first result is the gradients of the call, which are not kept.
       _, updates, inner_state = run(total, inner_state)
       state = step.state._replace(inner_opt_state=inner_state)
       return updates, stored(state, self.devices)
@@ -165,7 +165,7 @@ class Accumulation:
       [skip, flush], [own_weight, value], dtype
     )
     numbers = [own_weight, total, value]
-    # A `skip` that is no array is False, and leaves the numbers as they are.
+    # Without a `skip_fn`, `skip` is a Python False, and the numbers stay as they are.
     if isinstance(skip, jax.Array):
       numbers = [jnp.where(skip, 0, x).astype(dtype) for x in numbers]
     own_weight, total, value = numbers
@@ -177,9 +177,10 @@ class Accumulation:
 
     sums = self.calls.add(state, call)
     ends, after = self.calls.end(state, sums, call)
-    # A cycle whose total weight is zero ends without a step.
+    # A cycle whose total weight is zero ends without a step. A weight that tracing knows is above
+    # 0, and so is then the total of its cycle.
     emit = ends
-    if isinstance(total, jax.Array):  # else it is not 0
+    if isinstance(total, jax.Array):
       emit = ends & (sums.acc_weight != 0)
     steps = optax.safe_increment(state.gradient_step)
     after = after._replace(
@@ -230,7 +231,8 @@ class Accumulation:
   ) -> tuple[Grads, Grads, OptState]:
     """One step of `inner` on the cycle's gradient: its updates, and its next state.
 
-    Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
+    Where calls are added up, `total` is returned summed over devices, in the same buffers: the
+    first call of the next cycle overwrites it.
     """
     call = step.call
     sums = step.sums
@@ -275,7 +277,7 @@ class Accumulation:
         reduced, inner_state, params, **extra_args
       )
     except Exception as error:
-      like = checks.with_gradients(call.updates, params)
+      like = params
       # Gradients stand for parameters that the caller left out.
       if params is None:
         like = call.updates
@@ -313,12 +315,12 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     step = accumulation.add(updates, state, trained, weight, flush, extra_args)
 
     # `update` and `optax.apply_updates`, with both inside the conditional.
-    def run(total, params, inner_state):
+    def run(total, trained, inner_state):
       total, new, inner_state = accumulation.run_inner(
-        step, params, total, inner_state
+        step, trained, total, inner_state
       )
-      new = optax.apply_updates(params, new)
-      return total, same_types("params", new, params), inner_state
+      new = optax.apply_updates(trained, new)
+      return total, same_types("params", new, trained), inner_state
 
     # The first result, the sums, is in the state already.
     _, trained, state = accumulation.if_it_emits(step, run, trained)

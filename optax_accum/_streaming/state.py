@@ -75,6 +75,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     TypeError: `opt_state` holds no `AccumulateState`.
   """
   flags = [jnp.asarray(state.has_updated) for state in states_in(opt_state)]
+  # Without a flag, `reduce` raises the TypeError.
   return functools.reduce(jnp.logical_or, flags)
 
 

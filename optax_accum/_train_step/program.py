@@ -143,6 +143,7 @@ class StepProgram:
   def donated(self, loss: Loss, placed, others):
     """The arguments, of which those that are updated can be donated, and shardings of these."""
     updated = {i: placed[i] for i in self.updated}
+    # These are asked for shardings after copies are made, too: a copy is sharded as its array.
     arrays = donation.arrays(updated)
     donation.check_memory(arrays)
     if self.donate:
@@ -150,7 +151,8 @@ class StepProgram:
       # From here on these are all arrays that this call does not donate.
       others = donation.arrays((rest, others))
       updated = donation.distinct(updated, arrays, others)
-    # Over a mesh `place` has put each array into a sharding of the mesh.
+    # All are committed, or none, as the results will be: else the next call compiles again. Over a
+    # mesh `place` has committed them.
     if loss.parallel is None:
       updated = donation.committed(updated, arrays)
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
@@ -231,15 +233,15 @@ def _value_at(value: Function, args, kwargs, params, weight=None) -> jax.Array:
 def _metrics(local: LocalLoss, reduced: Reduced) -> dict[str, Tree]:
   """What a step returns about a batch."""
   out = reduced.outputs
-  of_mean = squared_norm(out.grads)
+  squared = squared_norm(out.grads)
   metrics = {
     "loss": out.loss,
-    "grad_norm": jnp.sqrt(of_mean),
+    "grad_norm": jnp.sqrt(squared),
     **reduced.stats._asdict(),
   }
   if local.noise_scale:
     total = reduced.stats.total_weight
-    metrics["noise_scale"] = noise_terms(out.noise, of_mean, total)
+    metrics["noise_scale"] = noise_terms(out.noise, squared, total)
   # A loss with a carry returns ``(loss, (carry, aux))``, so it has aux too.
   if local.has_aux or reduced.carry:
     metrics["aux"] = out.aux
