@@ -101,7 +101,7 @@ def main(arguments=None):
     print(f"{seed}:", end=" ", flush=True)
     error = error_of(draw)
     print(f"{error:.1e}" if error < TOLERANCE else f"{error:.1e}, of {draw}", flush=True)
-    wrong += error >= TOLERANCE
+    wrong += bool(error >= TOLERANCE)  # of NumPy: no exit status
   return wrong
 
 
