@@ -279,16 +279,16 @@ MENDS = """\
   further argument that is not split. If the loss divides by them,
   reduction="sum" adds its parts up. A ratio, product or root of means over
   the batch needs its sums in the same way.
-- A sum and what it is divided by: return both, (total, weight), with
-  has_weight=True. A term without rows, such as a regularizer, needs a mean
-  over rows, or goes outside.
+- A sum and what it is divided by, also by lax.psum: return both, of the
+  device's own rows, (total, weight), with has_weight=True. A term without
+  rows, such as a regularizer, needs a mean over rows, or goes outside.
 - A contrastive loss, or another that compares rows: run the encoder by
   optax_accum.microbatch(encode, ...) inside a loss of the whole batch. On
   several devices gather the rows of all by jax.lax.all_gather. See the
   guide to contrastive losses.
 - Batch normalization: use group or layer norm, or the running statistics
-  of earlier steps (model.eval() in nnx), as the guide When something is
-  wrong does. Or accept that each microbatch is normalized by its own rows.
+  of earlier steps (model.eval() in nnx). Or accept that each microbatch is
+  normalized by its own rows. See the guide Flax linen.
 - Rows in pairs or groups: make each group one row, chosen and rejected in
   one array of two, not in halves of the batch, and flatten it in the loss:
     batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)  # of neighbors

@@ -110,7 +110,7 @@ def nnx_train_step(
 
     A word counts for all below an attribute: ``{"counts": "sum"}``, or ``{"counts": {"right":
     "sum", "mean_length": None}}``. With batch normalization the step is not that of the whole
-    batch, as in `linen_train_step`. See the guide "Flax nnx, and LoRA".
+    batch, as in `linen_train_step`. See the guide "Flax nnx, Equinox and Haiku".
   """
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
