@@ -135,7 +135,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("over_mesh", [False, True])
+@pytest.mark.parametrize("over_mesh", [False, more(True)])
 @pytest.mark.parametrize(("loss", "batch", "options", "verdict", "fix"), TABLE)
 def test_a_step_gets_its_verdict(loss, batch, options, verdict, fix, over_mesh):
   mesh = make_mesh(8) if over_mesh else None
