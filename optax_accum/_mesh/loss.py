@@ -82,12 +82,12 @@ class OverMesh:
     return loss, (params, opt_state, *carry, *others)
 
   def place_cycle(self, state: CycleState) -> CycleState:
-    """What a cycle has, where it belongs."""
+    """What a cycle has, on the mesh: what is not there yet goes where `cycle_shardings` says."""
     # A cycle's count has one number for each device: this is its shape.
     check_devices(state, (self.parallel.devices,))
 
     def specs_of(_):
-      # One sharding for each leaf, from the prefix tree.
+      # `_` is the leaves of `state`; their shardings come from the prefix tree, one for each.
       each = jax.tree.broadcast(self.cycle_shardings, state)
       return list(map(spec_of, jax.tree.leaves(each)))
 

@@ -76,4 +76,5 @@ def on_each_device(
   )
   # Explicit axes are in an array's type, which is made to agree with its spec.
   placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
+  # Not called here: the caller does that, so that a traceback has few frames.
   return functools.partial(mapped, own, *placed)

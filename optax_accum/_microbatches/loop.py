@@ -64,7 +64,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     if weight is None:
       weight = own_weight
     elif own_weight is not None:
-      # The loss tells its weight. `weight` is whether `value_and_grad` of this batch kept it.
+      # The loss tells its weight, so `weight` is 1 or 0: whether this microbatch is kept.
       weight = jnp.where(weighted_mean.counts(weight), own_weight, 0)
     if finite is None:  # nobody looked
       finite = True

@@ -63,7 +63,7 @@ def refuse_aux_rows(name: str, like, rows: int) -> None:
 
 
 def refuse_keys(split: Split, roles: Roles, arguments: Arguments) -> None:
-  """Refuses shared arguments with a typed key."""
+  """Refuses shared arguments with a typed key, also where `rng_argnums` names other keys."""
   for slot in with_keys(roles, arguments):
     named = _validate.named_leaves(split.name(slot), arguments[slot])
     # The message names the first key in the argument.
