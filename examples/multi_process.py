@@ -12,7 +12,7 @@ Expected: after 3 steps, the relative error of the updates is 3e-6 in every proc
           one device that takes the whole batch. Without `mesh=` the compiler reduces between the
           processes in every microbatch, and sends 16 times as much between them. On one machine,
           whose memory they share, a step then takes 0.7 to 1.8 times as long; over a network, bytes
-          cost time. 20 seconds on 2 CPU cores.
+          cost time. Half a minute on 2 CPU cores.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def train(process: int, processes: int) -> None:
     assert relative < 1000 * jnp.finfo(jnp.float32).eps, relative
     np.testing.assert_allclose(norms, whole_norms, rtol=1e-5)
   rounds = [
-    [run(step, mesh, data)[2] for step in steps.values()] for _ in range(5)
+    [run(step, mesh, data)[2] for step in steps.values()] for _ in range(2)
   ]
   if process == 0:
     once, often = np.median(rounds, 0)
