@@ -48,12 +48,13 @@ def table(head, lines, left=1):
 
 def source(*names):
   """Which files have it, and the versions that were measured."""
-  versions = {
+  # In the order of the files, each once.
+  versions = dict.fromkeys(
     f"optax_accum {of(n)['versions']['optax_accum']}, JAX {of(n)['versions']['jax']}"
     for n in names
-  }
+  )
   files = ", ".join(f"`{name}.json`" for name in names)
-  return f"\n\n*{files}: {'; '.join(sorted(versions))}.*"
+  return f"\n\n*{files}: {'; '.join(versions)}.*"
 
 
 def short(x):

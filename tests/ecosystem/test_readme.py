@@ -29,7 +29,7 @@ FIGURES = [
   ("1.33 P on a TPU", ("memory_tpu", 0, "in_place", "temp, P")),
   ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
   ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
-  ("| 11 times that", ("streaming", 1, "apply", "MultiSteps / this")),
+  ("| 12 times that", ("streaming", 1, "apply", "MultiSteps / this")),
   (
     "1.2 times that of `apply`",
     ("streaming_gpu", 1, "apply", "MultiSteps / this"),
@@ -178,16 +178,14 @@ def test_the_oldest_versions_are_those_of_the_project():
 
 
 def test_the_versions_of_the_figures_are_told():
-  told = re.search(
-    r"of versions ([\d.]+) and ([\d.]+), with JAX ([\d.]+) and ([\d.]+)\.", " ".join(README.split())
-  )
+  told = re.search(r"of versions (.+?), with JAX (.+?)\. ", " ".join(README.split()))
   results = [
     json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     for name in {where[0] for _, where in FIGURES}
   ]
   ours = {result["versions"]["optax_accum"] for result in results}
   jaxes = {result["versions"]["jax"].rpartition(".")[0] for result in results}
-  assert set(told.groups()) == ours | jaxes
+  assert set(re.findall(r"\d[\d.]*\d", " ".join(told.groups()))) == ours | jaxes
 
 
 def recorded(name, table, first, column):
