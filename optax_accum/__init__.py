@@ -42,4 +42,4 @@ from optax_accum._train_step.train_step import (
   TrainStep as TrainStep,
 )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
