@@ -81,12 +81,14 @@ def _findings(
       x: _misfit(trials, names, weigh) for x, weigh in _weights(programs)
     }
     fix = min(misfits, key=misfits.__getitem__, default="")
-    if fix and misfits[fix] < np.inf:
+    fits = fix and misfits[fix] < np.inf
+    # In 16 bits weights that differ by little look alike, so none is named.
+    if fits and facts.bytes > 2:
       if reduction == "sum":
         fix += ', reduction="mean"'
       fix += f"\nOr: {RETURN_BOTH}"
       yield SplitReport("weighted", WEIGHTED, fix)
-    if _have_weights(programs, trials):
+    if fits or _have_weights(programs, trials):
       yield SplitReport("weighted", SOME_WEIGHT, RETURN_BOTH)
   if programs.fingerprint() != programs.fingerprint():
     yield SplitReport("random", NOT_A_FUNCTION, PASS_A_KEY)

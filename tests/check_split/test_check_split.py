@@ -471,11 +471,11 @@ def test_a_loss_that_computes_in_bfloat16_gets_a_verdict(name, over_mesh):
   specimen = ZOO[name]
   half = Specimen(in_bfloat16(specimen.fun), specimen.uses)
   report = (check_over_mesh if over_mesh else check)(half)
-  assert_says(report, specimen.verdict, "" if over_mesh else specimen.fix)
+  # Weights that differ by little look alike, so none is named.
+  fix = BOTH if specimen.verdict == "weighted" else specimen.fix
+  assert_says(report, specimen.verdict, "" if over_mesh else fix)
+  assert "weight_fn" not in report.fix
   assert "in 16 bits" in report.reason
-  if report.verdict == "weighted" and not over_mesh:
-    again = check(half, **options_of(report))
-    assert again.ok, again
 
 
 class Block(nn.Module):
@@ -522,13 +522,11 @@ def test_a_language_model_in_bfloat16_gets_its_weight(over_mesh, usual_promotion
   mesh = make_mesh(8) if over_mesh else None
   make = functools.partial(make_train_step, tx=TX, num_microbatches=2, mesh=mesh)  # fmt: skip
   report = make(quotient).check(params, TX.init(params), batch)
-  if over_mesh:  # the weight of all tokens differs by less than rounding
-    fix = "has_weight=True"
+  assert_says(report, "weighted", "has_weight=True")
+  if over_mesh:
     step = make(total, has_weight=True)
   else:
-    fix = "jnp.sum(batch['mask'][..., 1:])"
     step = make(quotient, weight_fn=lambda b: jnp.sum(b["mask"][..., 1:]))
-  assert_says(report, "weighted", fix)
   report = step.check(params, TX.init(params), batch)
   assert report.ok, report
 
