@@ -116,7 +116,7 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     # A weight of zero is replaced by one: the total is zero then, and 0/0 would be NaN.
     inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
   else:
-    # A weight that tracing knows is never 0: see `Weight`. So is its reciprocal known.
+    # A weight that tracing knows is never 0: see `Weight`. Tracing takes its reciprocal.
     inverse = 1 / weight
   quotient = total * inverse
   return quotient.astype(dtype)

@@ -43,7 +43,7 @@ def check_split(
     ===============  ======================================================================
     ``ok``           everything agrees, on all batches that were tried
     ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
-    ``weighted``     the loss is a mean over something other than rows: a `weight_fn`
+    ``weighted``     the loss is a mean over other things than rows: `has_weight`, or a `weight_fn`
     ``coupled``      rows depend on each other, or terms have several denominators
     ``random``       equal arguments give unequal losses, or microbatches share noise
     ``unsplit``      an argument with the rows of the batch is not split; if it is, all agree
@@ -62,9 +62,10 @@ def check_split(
     that the loss compares with. One on which the loss does not run is left out. Options in a fix
     have been tried. Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
     leaf's (1e-9 and 1e-11 in float64), pass for rounding. If the loss computes in 16 bits, which
-    the reason then says, it is 1/64 of the loss and 1/8 of the largest gradient. The new carry is
-    not compared, nor an aux under "stack", "last" or a function, nor what ``not_checked`` lists. It
-    does not find a threshold on a statistic of the batch that all microbatches are on one side of.
+    the reason then says, it is 1/64 of the loss and 1/8 of the largest gradient, and weights that
+    differ by less look alike, so a fix names none. The new carry is not compared, nor an aux under
+    "stack", "last" or a function, nor what ``not_checked`` lists. It does not find a threshold on a
+    statistic of the batch that all microbatches are on one side of.
   """
   asked = _SIGNATURE.bind(loss_fn, **options)
   asked.apply_defaults()
