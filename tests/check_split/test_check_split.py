@@ -116,10 +116,6 @@ def assert_says(report, verdict, fix=""):
   assert fix in " ".join(report.fix.split()), report
 
 
-def said_of(name):
-  return ZOO[name].verdict, ZOO[name].fix
-
-
 def verdict_of(name):
   return ZOO[name].verdict
 
@@ -130,7 +126,7 @@ def verdict_over_mesh(name):
 
 # The zoo.
 
-GIVEN = first_of_each([name for name in ZOO if name not in HIDDEN], said_of)
+GIVEN = first_of_each([name for name in ZOO if name not in HIDDEN], verdict_of)
 OVER_MESH = [name for name in ZOO if name not in EIGHT_ROWS]
 RIGHT = [name for name, x in ZOO.items() if x.verdict == "ok" and not x.options]
 HALF = (*RIGHT, "token mean", "labels of -100", "contrastive", "batch statistics")  # fmt: skip
