@@ -14,7 +14,7 @@ import pytest
 from support import trees, zoo
 from support.compiled import compilations
 from support.devices import make_mesh
-from support.samples import first_of_each, more
+from support.samples import alone_and_over_a_mesh, first_of_each, more
 from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 
 from optax_accum import (
@@ -422,8 +422,9 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("over_mesh", [False, more(True)])
-@pytest.mark.parametrize("name", [*first_of_each(LOSSES, lambda name: LOSSES[name][0].verdict)])
+@pytest.mark.parametrize(
+  ("name", "over_mesh"), [*alone_and_over_a_mesh(LOSSES, lambda name: LOSSES[name][0].verdict)]
+)
 def test_a_loss_gets_its_verdict(name, over_mesh):
   specimen, source = LOSSES[name]
   with jax.numpy_rank_promotion("allow" if "cancels" in name else "raise"):
@@ -461,8 +462,7 @@ def in_bfloat16(loss):
   return half
 
 
-@pytest.mark.parametrize("over_mesh", [False, more(True)])
-@pytest.mark.parametrize("name", [*first_of_each(HALF, verdict_of)])
+@pytest.mark.parametrize(("name", "over_mesh"), [*alone_and_over_a_mesh(HALF, verdict_of)])
 def test_a_loss_that_computes_in_bfloat16_gets_a_verdict(name, over_mesh):
   specimen = ZOO[name]
   half = Specimen(in_bfloat16(specimen.fun), specimen.uses)
@@ -500,8 +500,8 @@ class LanguageModel(nn.Module):
     return nn.Dense(48, dtype=jnp.bfloat16)(x)
 
 
-@pytest.mark.parametrize("over_mesh", [more(False), more(True)])
-def test_a_language_model_in_bfloat16_gets_its_weight(over_mesh, usual_promotion):  # fmt: skip
+@pytest.mark.more
+def test_a_language_model_in_bfloat16_gets_its_weight(usual_promotion):
   model = LanguageModel()
   apply = jax.jit(model.apply)  # traced once
 
@@ -515,12 +515,10 @@ def test_a_language_model_in_bfloat16_gets_its_weight(over_mesh, usual_promotion
     return jnp.divide(*total(params, batch))
 
   rng = np.random.default_rng(0)
-  rows = 32 if over_mesh else 8
-  mask = np.arange(12) < rng.integers(3, 13, rows)[:, None]
-  batch = {"tokens": rng.integers(0, 48, (rows, 12)), "mask": mask * 1.0}
+  mask = np.arange(12) < rng.integers(3, 13, 32)[:, None]
+  batch = {"tokens": rng.integers(0, 48, (32, 12)), "mask": mask * 1.0}
   params = jax.jit(model.init)(jax.random.key(0), batch["tokens"][:1])
-  mesh = make_mesh(8) if over_mesh else None
-  make = functools.partial(make_train_step, tx=TX, num_microbatches=2, mesh=mesh)  # fmt: skip
+  make = functools.partial(make_train_step, tx=TX, num_microbatches=2, mesh=make_mesh(8))
   report = make(quotient).check(params, TX.init(params), batch)
   assert_says(report, "weighted", "has_weight=True")
   weigh = {"weight_fn": lambda batch: jnp.sum(batch["mask"][..., 1:])}

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.samples import first_of_each, more
+from support.samples import alone_and_over_a_mesh, more
 
 from optax_accum import _versions, make_train_step, microbatch
 from optax_accum.flax import linen_train_step, nnx_train_step
@@ -135,10 +135,9 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("over_mesh", [False, more(True)])
 @pytest.mark.parametrize(
-  ("loss", "batch", "options", "verdict", "fix"),
-  [*first_of_each(TABLE, lambda case: case[3:])],
+  ("loss", "batch", "options", "verdict", "fix", "over_mesh"),
+  [*alone_and_over_a_mesh(TABLE, lambda case: case[3:])],
 )
 def test_a_step_gets_its_verdict(loss, batch, options, verdict, fix, over_mesh):
   mesh = make_mesh(8) if over_mesh else None

@@ -15,3 +15,19 @@ def first_of_each(cases, kind):
     parts = case if isinstance(case, tuple) else (case,)
     yield more(*parts) if kind(case) in seen else case
     seen.add(kind(case))
+
+
+def alone_and_over_a_mesh(cases, kind):
+  """All of the cases on one device, and the first of each kind over a mesh too.
+
+  Of both, README's test command runs the first of each kind on one device.
+  """
+  seen = set()
+  for case in cases:
+    parts = case if isinstance(case, tuple) else (case,)
+    if kind(case) in seen:
+      yield more(*parts, False)
+    else:
+      yield (*parts, False)
+      yield more(*parts, True)
+    seen.add(kind(case))
