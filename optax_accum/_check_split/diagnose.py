@@ -269,7 +269,7 @@ COUPLED = """\
 The loss of a row depends on the other rows or on their order, and no
 weight of a microbatch explains it: a contrastive loss, statistics of the
 batch, a function of a mean (a square root, a ratio), several denominators,
-or rows in groups."""
+rows in groups, or, with has_weight, a mean in the place of the total."""
 RATIO = """\
 Return what each aux divides, and what it divides by, as two aux reduced by
 "sum"."""
@@ -282,8 +282,9 @@ MENDS = """\
   reduction="sum" adds its parts up. A ratio, product or root of means over
   the batch needs its sums in the same way.
 - A sum and what it is divided by, also by lax.psum: return both, of the
-  device's own rows, (total, weight), with has_weight=True. A term without
-  rows, such as a regularizer, needs a mean over rows, or goes outside.
+  device's own rows, (total, weight), with has_weight=True. The total is not
+  divided: a mean would be divided twice. A term without rows, such as a
+  regularizer, needs a mean over rows, or goes outside.
 - A contrastive loss, or another that compares rows: run the encoder by
   optax_accum.microbatch(encode, ...) inside a loss of the whole batch. On
   several devices gather the rows of all by jax.lax.all_gather. See the
