@@ -264,7 +264,9 @@ The loss is a mean over what the weight_fn below counts: with it the
 microbatches agree."""
 SOME_WEIGHT = """\
 The loss and gradients are a weighted mean of those of the microbatches.
-The check did not find what in the batch gives the weights."""
+The check did not find what in the batch gives the weights. In 16 bits it
+may be a function of a mean, such as a square root, which needs sums of the
+whole batch."""
 COUPLED = """\
 The loss of a row depends on the other rows or on their order, and no
 weight of a microbatch explains it: a contrastive loss, statistics of the

@@ -118,7 +118,7 @@ class Programs:
     least = 1e-2 * max(loss, *grads)
     if self.facts.bytes < 4:
       # A sum of many is rough, as of a bias's gradient on CPUs. That of losses is in float32.
-      least = max(loss, 8 * max(grads))
+      least = 8 * max(grads)
     allowed = {}
     # What parameters change that differ in their last bits alone may be rounding too.
     for name, x in outcome.arrays.items():

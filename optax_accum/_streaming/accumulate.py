@@ -75,9 +75,10 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type, such as `optax.MultiSteps` for `inner`.
     ValueError: An argument is out of range; ``weight`` is no scalar; gradients differ from
-      parameters in tree or shape; `inner` changes tree or shapes of its state; `axis_name` is
-      unbound; the state belongs to other options or another model. With ``check_vma=True`` also:
-      gradients were already summed over `axis_name`, or parameters are sharded over it.
+      parameters in tree or shape (but with ``every_k=1``); `inner` changes tree or shapes of its
+      state; `axis_name` is unbound; the state belongs to other options or another model. With
+      ``check_vma=True`` also: gradients were already summed over `axis_name`, or parameters are
+      sharded over it.
     NotImplementedError: `inner` calls the ``value_fn`` of a `make_train_step`.
 
   Calls:

@@ -478,6 +478,15 @@ def test_a_loss_that_computes_in_bfloat16_gets_a_verdict(name, over_mesh):
     assert again.ok, again
 
 
+def test_in_bfloat16_a_large_loss_hides_no_gradient():
+  normalized = in_bfloat16(ZOO["batch statistics"].fun)
+
+  def offset(params, batch):
+    return normalized(params, batch) + 1e4
+
+  assert_says(check(Specimen(offset, XY)), "coupled")
+
+
 class Block(nn.Module):
   @nn.compact
   def __call__(self, x):
