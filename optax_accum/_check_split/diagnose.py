@@ -264,9 +264,8 @@ The loss is a mean over what the weight_fn below counts: with it the
 microbatches agree."""
 SOME_WEIGHT = """\
 The loss and gradients are a weighted mean of those of the microbatches.
-The check did not find what in the batch gives the weights. In 16 bits it
-may be a function of a mean, such as a square root, which needs sums of the
-whole batch."""
+The check did not find what in the batch gives the weights. In 16 bits a
+square root of a mean, which has none, looks the same."""
 COUPLED = """\
 The loss of a row depends on the other rows or on their order, and no
 weight of a microbatch explains it: a contrastive loss, statistics of the
@@ -280,8 +279,8 @@ Loss and gradients agree, but aux does not: aux_reduction does not fit it."""
 MENDS = """\
 - Several denominators, or statistics of the data (normalized advantages):
   compute the totals of the whole batch before the step, and pass them as a
-  further argument that is not split. If the loss divides by them,
-  reduction="sum" adds its parts up. A ratio, product or root of means over
+  further argument that is not split. If sums over rows are divided by them,
+  reduction="sum" adds the parts up. A ratio, product or root of means over
   the batch needs its sums in the same way.
 - A sum and what it is divided by, also by lax.psum: return both, of the
   device's own rows, (total, weight), with has_weight=True. The total is not
