@@ -478,13 +478,14 @@ def test_a_loss_that_computes_in_bfloat16_gets_a_verdict(name, over_mesh):
     assert again.ok, again
 
 
-def test_in_bfloat16_a_large_loss_hides_no_gradient():
+@pytest.mark.parametrize("over_mesh", [False, more(True)])
+def test_in_bfloat16_a_large_loss_hides_no_gradient(over_mesh):
   normalized = in_bfloat16(ZOO["batch statistics"].fun)
 
   def offset(params, batch):
     return normalized(params, batch) + 1e4
 
-  assert_says(check(Specimen(offset, XY)), "coupled")
+  assert_says(CHECKS[over_mesh](Specimen(offset, XY)), "coupled")
 
 
 class Block(nn.Module):

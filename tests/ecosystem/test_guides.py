@@ -67,6 +67,17 @@ def test_the_log_has_every_loss():
   assert losses[2] < losses[0]
 
 
+def test_an_average_of_bfloat16_weights_moves():
+  [code] = [block for block in LOGGING.blocks("Logging") if "def averaged" in block]
+  start, _, _ = code.partition("for batch")
+  params = {"w": jnp.ones(3, jnp.bfloat16)}
+  names = LOGGING.run(start, params=params)
+  average = names["average"]
+  for _ in range(300):
+    average = names["averaged"](average, {"w": 1.5 * params["w"]}, True)
+  trees.assert_close(average, {"w": jnp.full(3, 1.5 - 0.5 * 0.99**300)}, 1e-4)
+
+
 def test_the_log_shows_gradients_and_counts():
   names = LOGGING.run(*LOGGING.blocks("Logging"))
   params, batch = names["params"], names["batches"][0]
