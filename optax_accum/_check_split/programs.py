@@ -27,8 +27,8 @@ Run: TypeAlias = Callable[..., Tree]
 # By name: "loss", "grads['w']", "aux['count']".
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
-# Of a leaf's largest number, by the bytes of the narrowest float that the loss computes in: four
-# units of the last place of bfloat16.
+# Of a leaf's largest number, by the bytes of the narrowest float of parameters and of what the loss
+# computes: four units of the last place of bfloat16.
 _TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 2.0**-6, 1: 2.0**-6}
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
@@ -48,7 +48,7 @@ class Facts(NamedTuple):
 
   sorts: bool
   keys: set[str]  # the dtypes of those from which it draws
-  bytes: int  # of the narrowest float
+  bytes: int  # of the narrowest float, that of parameters too
   numbers: list[int]  # with which it compares
   exchanges: bool  # whether devices send something
 
@@ -95,7 +95,7 @@ class Programs:
       self.axes = loss.parallel.axes
       self.devices = loss.parallel.devices
       self.mesh = mesh = loss.parallel.mesh
-      one = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
+      one = np.reshape(mesh.local_devices[:1], [1] * mesh.devices.ndim)
       self.one = Mesh(one, mesh.axis_names, axis_types=mesh.axis_types)
     # The default refuses an aux of as many rows as a microbatch, which here is another number.
     aux = self.local.asked["aux_reduction"] or "mean"
@@ -160,7 +160,8 @@ class Programs:
       closed = self._trace()
     sorts = False
     keys: set[str] = set()
-    sizes = {jnp.result_type(float).itemsize}
+    # A gradient has the dtype of its parameter.
+    sizes = {x.value.itemsize for x in self.call.of_role("differentiated")}
     values = [x.value for x in self.call.of_role("shared", "of_step")]
     values += closed.consts
     exchanges = False
@@ -274,7 +275,7 @@ def _compiled(run: Run) -> Run:
 
 
 def _largest(x: np.ndarray) -> float:
-  return float(np.max(np.abs(x), initial=0.0))
+  return float(np.abs(x).max(initial=0.0))
 
 
 def _equations(jaxpr) -> Iterator[Any]:

@@ -554,12 +554,25 @@ def test_where_x64_is_on_the_check_is_in_float64():
     assert check_one_split(Specimen(within_float32, ("tokens",))).ok
 
 
-def test_half_precision_arguments_are_checked_in_float32():
-  specimen = ZOO["mean"]
-  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), specimen.call())
-  report = check_split(specimen.fun, *half, microbatch_size=6)
-  assert report.ok
-  assert report.leaves[0].difference < 1e-6
+@pytest.mark.parametrize("over_mesh", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [("bfloat16", "float32"), ("float32", "float64")])
+def test_gradients_are_rounded_as_their_parameters_are(narrow, wide, over_mesh):
+  """They have their dtype, whatever the loss computes in."""
+
+  def check_of(name):
+    def loss(params, batch):
+      return ZOO[name].fun(*jax.tree.map(lambda x: x.astype(wide), (params, batch)))
+
+    params, batch = ZOO[name].call(many(BATCH))
+    params = jax.tree.map(lambda x: x.astype(narrow), params)
+    mesh = make_mesh(8) if over_mesh else None
+    step = make_train_step(loss, TX, num_microbatches=2 if mesh else 8, mesh=mesh)
+    return step.check(params, TX.init(params), batch)
+
+  with jax.enable_x64(wide == "float64"):
+    report = check_of("mean")
+    assert report.ok, report
+    assert check_of("batch statistics").verdict == "coupled"
 
 
 def test_settings_of_jax_that_would_make_differences_are_set():
