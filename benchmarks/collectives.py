@@ -30,11 +30,14 @@ import optax
 import paths  # noqa: F401
 import results
 from support import devices, trees
+from support.compiled import executions
 from support.matrix_flops import matrix_flops
 from support.optimizers import mini_step
 import train_lm
 
 import optax_accum
+
+LAYERS = 4
 
 
 def approaches(loss_fn, tx, mesh, n):
@@ -120,7 +123,7 @@ def main():
     else devices.make_mesh(8)
   )
   loss_fn = train_lm.make_loss_fn(
-    model := train_lm.Transformer(layers=4, width=128)
+    model := train_lm.Transformer(layers=LAYERS, width=128)
   )
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -136,7 +139,7 @@ def main():
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   # the partitioner gives each its share
   whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)
-  share = matrix_flops(whole.compile().as_text())
+  share = matrix_flops(whole.compile().as_text(), LAYERS)
   kind = "TPU v5e" if args.tpu else "CPU"
   table = results.Table(
     f"{mesh.size} devices ({kind}), {args.microbatches} microbatches,"
@@ -169,14 +172,11 @@ def main():
         for c in report.operations
         if bool(c.loop) == in_loops and not c.at_cycle_end
       ]
-      # XLA for TPU prints no trips of loops: there are those over microbatches alone.
-      times = [
-        c.executions * args.microbatches ** len(c.unknown_trip_counts)
-        for c in found
-      ]
+      # In the loop over microbatches is that over layers.
+      times = [executions(c, args.microbatches, LAYERS) for c in found]
       sent = sum(n * c.bytes for n, c in zip(times, found, strict=True))
       counts += sum(times), sent / 2**20
-    work = matrix_flops(compiled.program, args.microbatches) / share
+    work = matrix_flops(compiled.program, args.microbatches, LAYERS) / share
     table.add(name, *counts, work, compiled.temp_bytes / 2**20)
   default = {
     None: "collectives",

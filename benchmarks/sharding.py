@@ -37,7 +37,7 @@ import numpy as np
 import optax
 import paths  # noqa: F401
 import results
-from support.compiled import groups_of
+from support.compiled import executions, groups_of
 
 from optax_accum import count_collectives, make_train_step
 
@@ -146,7 +146,7 @@ def programs(mesh, sizes, way):
   yield "finish", step.finish.lower(params, state, cycle).compile()
 
 
-def sent(collectives, unit):
+def sent(collectives, sizes):
   """What a device sends in these, in P."""
 
   def share(c):
@@ -156,10 +156,16 @@ def sent(collectives, unit):
     devices = len(groups[0]) if groups else 8
     return (2 if c.kind == "all-reduce" else 1) * (devices - 1) / devices
 
-  return sum(c.executions * c.bytes * share(c) for c in collectives) / unit
+  nbytes = sum(often(c, sizes) * c.bytes * share(c) for c in collectives)
+  return nbytes / sizes.unit
 
 
-def needs(step, unit):
+def often(collective, sizes):
+  """How often it runs in a step: in the loop over microbatches is that over layers."""
+  return executions(collective, MICROBATCHES, sizes.layers)
+
+
+def needs(step, sizes):
   """What a device holds, needs and sends, the last also by collectives that span replicas."""
   held, found = (
     step.memory_analysis(),
@@ -167,12 +173,12 @@ def needs(step, unit):
   )
   spanning = [c for c in found if REPLICAS.intersection(groups_of(c))]
   return (
-    held.argument_size_in_bytes / unit,
-    held.temp_size_in_bytes / unit,
-    sent(found, unit),
-    sum(c.executions for c in spanning),
+    held.argument_size_in_bytes / sizes.unit,
+    held.temp_size_in_bytes / sizes.unit,
+    sent(found, sizes),
+    sum(often(c, sizes) for c in spanning),
     *(
-      sent([c for c in spanning if bool(c.loop) == loop], unit)
+      sent([c for c in spanning if bool(c.loop) == loop], sizes)
       for loop in (False, True)
     ),
   )
@@ -251,9 +257,7 @@ def as_compiled(mesh, where):
     title = title_of(where, sizes)
     tables.append(results.Table(title, ["way", *COLUMNS], text=(34,)))
     for name in names:
-      tables[-1].add(
-        name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes.unit)
-      )
+      tables[-1].add(name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes))
   return tables
 
 
@@ -278,7 +282,7 @@ def process(address, index, rows):
     step, args = compiled(mesh, SMALL, WAYS[name])
     held = jax.device_put(start, jax.tree.map(lambda x: x.sharding, args))
     calls[name] = functools.partial(taken, step, list(held))
-    needed[name] = needs(step, SMALL.unit)
+    needed[name] = needs(step, SMALL)
   times = measure.paired_ms(calls, ROUNDS)
   for name in TIMED if index == 0 else ():
     seconds = statistics.median(times[name]) / 1e3

@@ -1,5 +1,7 @@
 """The work of compiled programs, beside what the shapes say."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,10 +9,10 @@ from support import devices
 from support.matrix_flops import matrix_flops
 
 
-def flops(fun, *shapes, sharding=None, unknown_trips=1):
+def flops(fun, *shapes, sharding=None, trips=()):
   args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
   program = jax.jit(fun).lower(*args).compile().as_text()
-  return matrix_flops(program, unknown_trips)
+  return matrix_flops(program, *trips)
 
 
 @pytest.fixture(params=["cpu", "tpu"])
@@ -29,9 +31,13 @@ def test_products_are_counted_as_often_as_their_loop_runs(sharding):
   def loop(x, w):
     return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
 
+  def loops(x, w):
+    return jax.lax.scan(lambda x, _: (loop(x, w), None), x, None, length=3)[0]
+
   # XLA for TPU prints no trips.
-  got = flops(loop, (128, 256), (256, 256), sharding=sharding, unknown_trips=5)
-  assert got == 5 * 2 * 128 * 256 * 256
+  for fun, *trips in ((loop, 5), (loops, 3, 5)):
+    got = flops(fun, (128, 256), (256, 256), sharding=sharding, trips=trips)
+    assert got == math.prod(trips) * 2 * 128 * 256 * 256
 
 
 def test_a_program_without_products_does_no_work():

@@ -73,6 +73,15 @@ def groups_of(collective):
   return tuple(map(tuple, devices.tolist()))
 
 
+def executions(place, *trips):
+  """How often a collective or another place of a program runs in a call of it.
+
+  For loops whose trips XLA does not print, as that for TPUs prints none, `trips` are those of
+  nested loops, outermost first: 1 where there are more.
+  """
+  return place.executions * math.prod(trips[: len(place.unknown_trip_counts)])
+
+
 def _devices(shape, sizes, order):
   """All devices in an array of a shape; or as they come in one of `sizes`, with axes in `order`."""
   devices = np.arange(math.prod(shape))

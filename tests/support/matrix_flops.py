@@ -4,23 +4,23 @@ import math
 import re
 
 from optax_accum._compiled import hlo
+from support.compiled import executions
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _CONVOLVED = re.compile(r"dim_labels=\w+_(\w+)->")
 _DILATED = re.compile(r"\blhs_dilate=([\dx]+)")
 
 
-def matrix_flops(text, unknown_trips=1):
+def matrix_flops(text, *trips):
   """Floating-point operations of one call of a program, on one device, from its HLO text.
 
-  Two for each multiplication and addition of matrix products and convolutions, times the trip
-  counts of the loops around them: `unknown_trips` where XLA prints none, as for TPUs. Padding counts
-  as data. What is elementwise, and kernels that are no matrix products to XLA, are left out.
+  Two for each multiplication and addition of matrix products and convolutions, as often as
+  `executions` says that they run, by `trips` of nested loops. Padding counts as data. What is
+  elementwise, and kernels that are no matrix products to XLA, are left out.
   """
   total = 0
   for run in hlo.Module(text).runs(_is_matrix_work):
-    times = unknown_trips ** len(run.place.unknown_trip_counts)
-    total += 2 * times * run.place.executions * _multiplications(run)
+    total += 2 * executions(run.place, *trips) * _multiplications(run)
   return total
 
 
