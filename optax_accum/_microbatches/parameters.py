@@ -12,8 +12,8 @@ def check_step(params, opt_state, /, *others, **named) -> None:
   check_differentiable("argument 0", params)
   if not others and not named:
     raise TypeError(
-      "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
-      " step(params, opt_state, batch)."
+      "The step, or its finish, got 2 arguments, so one is missing: the order is"
+      " step(params, opt_state, batch), and finish(params, opt_state, cycle)."
     )
 
 

@@ -74,7 +74,8 @@ def microbatch_value_and_grad(
       with one value per row.
     batch_argnums: What is split along its first axis: a position, the name of a keyword of the
       call, or a tuple of these, all with as many rows. Default: 1.
-    reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
+    reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows. What weighs
+      0 is then left out, and other weights change nothing.
 
   Randomness and carried state:
     rng_argnums: The positions, or names of keywords, of random keys, typed or raw, or of pytrees of
@@ -97,7 +98,8 @@ def microbatch_value_and_grad(
       which saves memory if layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
       accumulators. "Sharp edges" has measurements, and lists the options that exclude it. With
       `weight_fn` and further axes of a mesh, or collectives in the loss, a microbatch that is empty
-      on one device runs if it counts on another, and its loss must be finite.
+      on one device runs if it counts on another, and its loss must be finite. Others that are empty
+      by `weight_fn` do not run, so "stack" and "concat" have zeros for them.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
     carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
       ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),

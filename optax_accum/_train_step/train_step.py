@@ -145,9 +145,9 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     Both began from the same parameters and carry, by one step, and are on the same devices: put
     ``other`` there, ``jax.device_put(other, device)``. Both are donated. If one has no microbatch,
     the result is the other. Sums, weights and counts add up; "max" and "min" choose; a function
-    ``merge(a, b)`` merges; "last" is the second's, if that counted any; carries combine by
-    `carry_reduction`, and keys of a carry are the first's. Microbatches of both have numbers from 0
-    on, so give each worker a random key of its own.
+    ``merge(a, b)`` merges; "last" is the second's, if its last device counted any; carries combine
+    by `carry_reduction`, and keys of a carry are the first's. Microbatches of both have numbers
+    from 0 on, so give each worker a random key of its own.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -347,15 +347,15 @@ def make_train_step(
   Expert options:
     in_place: Whether the backward pass adds layers' gradients to the accumulator directly,
       which saves memory if layers are scanned.
-    accumulator_dtype: The dtype to add up in. Default: that of each gradient, float32 at least.
+    accumulator_dtype: The dtype to add up in. Default: the gradient's, float32 at least.
     carry_reduction: How devices, or merged cycles, combine a carry: a prefix tree of ``"mean"``
       (weighted; default for floats), ``"sum"`` (the start plus increments), ``"max"``, ``"min"``
       and None, the default: ``{"right": "sum", "stats": None}``. A bare word is for every leaf,
       floats too. Integers and booleans that the loss changes need one.
 
   Returns:
-    A `TrainStep`, with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that arrive in
-    several calls. Further arguments of `loss_fn` follow the batch. ``metrics`` is a dict of arrays:
+    A `TrainStep`, with ``begin``, ``add``, ``merge`` and ``finish`` for microbatches that arrive.
+    Further arguments of `loss_fn` follow the batch. ``metrics`` is a dict of arrays:
 
     ========================  ======================================================================
     ``loss``                  of the whole batch
@@ -378,8 +378,8 @@ def make_train_step(
     compiler's: constrain them by a bare `PartitionSpec`.
 
   The optimizer:
-    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight;
-    and ``value_fn``, from parameters to the loss.
+    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight
+    (1 for a sum); and ``value_fn``, from parameters to the loss.
   """
   # These are all arguments by name; `step_loss` picks those of the loss.
   asked = locals()
