@@ -75,7 +75,7 @@ def summary():
   return f"""\
 - **Memory.** A Transformer's step in 8 microbatches needs {ours:g} P of temporary memory on a CPU. The
   whole batch needs {whole:g} P.
-- **Time.** That step takes {time:g} of the time of a `jax.lax.scan` written by hand.
+- **Time.** That step takes {time:.2f} of the time of a `jax.lax.scan` written by hand.
 - **`in_place=True`** lowers the memory from {tpu[0]:g} P to {tpu[1]:g} P on a TPU v5e, and from {gpu[0]:g} P to
   {gpu[1]:.2f} P on an H100, for scanned layers under `jax.checkpoint`.
 - **Microbatches one at a time.** With AdamW on a CPU, `optax.MultiSteps` takes {faster:.0f} times as long as
