@@ -3,13 +3,7 @@
 Each microbatch is run by itself. Most mistakes are other ways to make one of what these gave.
 """
 
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterable,
-  Iterator,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import contextlib
 import itertools
 import operator
@@ -206,7 +200,7 @@ def _share(programs: Programs, trial: Trial) -> float:
   share = np.dot(apart, whole - second) / (np.dot(apart, apart) or 1.0)
   # Weights that are free hide most of a small term, unless it is sought a tenth of what is allowed.
   most = 0.1 if programs.facts.bytes > 2 else 1.0
-  if np.max(np.abs(second + share * apart - whole)) > most:
+  if np.abs(second + share * apart - whole).max() > most:
     return np.nan
   return share
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
 from optax_accum import _validate, _versions
@@ -27,11 +27,9 @@ Run: TypeAlias = Callable[..., Tree]
 # By name: "loss", "grads['w']", "aux['count']".
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
-# Of a leaf's largest number, by the bytes of the narrowest float of parameters and of what the loss
-# computes: four units of the last place of bfloat16.
-_TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 2.0**-6, 1: 2.0**-6}
-# What the roundings of a loss may be, of what the last bit of parameters changes.
-_MANY_UNITS = 20.0
+# Of a leaf's largest number, by the bytes of the narrowest float that the loss computes in: four
+# units of the last place of bfloat16.
+_TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 1 / 64, 1: 1 / 64}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}
 _DRAWS = {
   "random_bits",
@@ -48,7 +46,7 @@ class Facts(NamedTuple):
 
   sorts: bool
   keys: set[str]  # the dtypes of those from which it draws
-  bytes: int  # of the narrowest float, that of parameters too
+  bytes: int  # of the narrowest float
   numbers: list[int]  # with which it compares
   exchanges: bool  # whether devices send something
 
@@ -86,7 +84,7 @@ class Programs:
 
   def __init__(self, loss: Loss, call: Call):
     self.call = call
-    self.local: LocalLoss = loss.local
+    self.local = loss.local
     self.axes: Any = ()  # which the loss may name
     self.devices = 1
     self.mesh = None
@@ -109,24 +107,33 @@ class Programs:
   def whole(self, call: Call) -> Outcome:
     """All rows at once, and what may be rounding in them."""
     outcome = self.part(call)
+    # What parameters change that differ in their last bits alone may be rounding too, and 20 times
+    # that.
     eps = float(jnp.finfo(jnp.result_type(float)).eps)
     nudged = self.part(call.moved(2 * eps))
-    tolerance = _TOLERANCES[self.facts.bytes]
+    size = self.facts.bytes
     loss, *grads = map(_largest, outcome.main.values())
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
     # many units of what was added up: 1e-6 of the largest leaf in float32.
     least = 1e-2 * max(loss, *grads)
-    if self.facts.bytes < 4:
+    if size < 4:
       # A sum of many is rough, as of a bias's gradient on CPUs. That of losses is in float32.
       least = 8 * max(grads)
+    # A gradient is rounded to the dtype of its parameter, in each microbatch.
+    units = [
+      float(jnp.finfo(x.value).eps) for x in call.of_role("differentiated")
+    ]
+    rounded = 8 * max(units) * max(grads)
     allowed = {}
-    # What parameters change that differ in their last bits alone may be rounding too.
     for name, x in outcome.arrays.items():
       largest = _largest(x)
       if name in outcome.main:
         largest = max(largest, least)
-      nudge = _largest(x - nudged.arrays[name])
-      allowed[name] = max(tolerance * largest, _MANY_UNITS * nudge)
+      allowed[name] = max(
+        _TOLERANCES[size] * largest,
+        20 * _largest(x - nudged.arrays[name]),
+        rounded * name.startswith("grads"),
+      )
     return outcome._replace(allowed=allowed)
 
   def part(self, call: Call) -> Outcome:
@@ -139,8 +146,7 @@ class Programs:
     values = call.values
     with on(self.mesh):  # where keys are not yet
       if self.mesh:
-        placed = NamedSharding(self.mesh, PartitionSpec())
-        values = jax.device_put(values, placed)
+        values = jax.device_put(values, PartitionSpec())
       return self._outcome(self._steps(size)(values))
 
   def _outcome(self, out) -> Outcome:
@@ -151,7 +157,7 @@ class Programs:
       for name, x in _validate.named_leaves(root, tree):
         if words.get(name, "mean") in _WORDS:
           arrays[name] = np.asarray(x, np.result_type(x, float))
-    return Outcome(arrays, float(weight), {})
+    return Outcome(arrays, weight, {})
 
   @functools.cached_property
   def facts(self) -> Facts:
@@ -160,8 +166,7 @@ class Programs:
       closed = self._trace()
     sorts = False
     keys: set[str] = set()
-    # A gradient has the dtype of its parameter.
-    sizes = {x.value.itemsize for x in self.call.of_role("differentiated")}
+    sizes = {jnp.result_type(float).itemsize}
     values = [x.value for x in self.call.of_role("shared", "of_step")]
     values += closed.consts
     exchanges = False
@@ -261,7 +266,7 @@ def with_split(loss: Loss, split, asked, fun: Run) -> Loss:
   return dataclasses.replace(loss, local=local)
 
 
-def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+def on(mesh: Mesh | None) -> Any:
   """Sets a mesh, if there is one."""
   return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-_SHOWN = 5  # leaves that differ, of which `str` shows no more
 _HEAD = (
   "leaf                                         largest  difference     allowed"
 )
@@ -69,7 +68,7 @@ class SplitReport:
     differ = [x for x in self.leaves if not x.agrees]
     if differ:
       texts += f"\n{self.where}; the first leaves that differ:", _HEAD
-    for name, *numbers in differ[:_SHOWN]:
+    for name, *numbers in differ[:5]:
       texts.append(_ROW.format(name[-40:], *numbers))
     return "\n".join(filter(None, texts))
 

@@ -182,10 +182,10 @@ on other rows, or all rows share one number, which would be another in each
 microbatch"""
 CARRY = "the new carry: whether it is what the whole batch would make of it"
 IN_HALF = """\
-This is a verdict in 16 bits: the loss computes in them, or parameters have
-them, so differences up to 1/64 of the loss and 1/8 of the largest gradient
-pass for rounding. It cannot tell weights that differ by less: take exactly
-what the loss divides by. With a weight, logits and mask must be in float32."""
+This is a verdict in 16 bits: the loss computes in them, so differences up
+to 1/64 of the loss and 1/8 of the largest gradient pass for rounding. It
+cannot tell weights that differ by less: take exactly what the loss divides
+by. With a weight, logits and mask must be in float32."""
 NOTHING = """\
 Nothing can be compared: the loss or its gradients are not finite, or they
 are zero on all batches, or nothing counts, or the loss does not run on

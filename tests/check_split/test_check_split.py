@@ -557,21 +557,25 @@ def test_where_x64_is_on_the_check_is_in_float64():
 @pytest.mark.parametrize("over_mesh", [False, True])
 @pytest.mark.parametrize(("narrow", "wide"), [("bfloat16", "float32"), ("float32", "float64")])
 def test_gradients_are_rounded_as_their_parameters_are(narrow, wide, over_mesh):
-  """They have their dtype, whatever the loss computes in."""
+  """They have their dtype, whatever the loss computes in, and the loss has not."""
+
+  def cast(tree, dtype):
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
   def check_of(name):
     def loss(params, batch):
-      return ZOO[name].fun(*jax.tree.map(lambda x: x.astype(wide), (params, batch)))
+      return ZOO[name].fun(cast(params, wide), cast(batch, wide))
 
     params, batch = ZOO[name].call(many(BATCH))
-    params = jax.tree.map(lambda x: x.astype(narrow), params)
-    mesh = make_mesh(8) if over_mesh else None
-    step = make_train_step(loss, TX, num_microbatches=2 if mesh else 8, mesh=mesh)
+    params = cast(params, narrow)
+    step = make_train_step(loss, TX, num_microbatches=2, mesh=make_mesh(8) if over_mesh else None)
     return step.check(params, TX.init(params), batch)
 
   with jax.enable_x64(wide == "float64"):
     report = check_of("mean")
     assert report.ok, report
+    assert_says(check_of("token mean"), "weighted", ZOO["token mean"].fix)
     assert check_of("batch statistics").verdict == "coupled"
 
 
