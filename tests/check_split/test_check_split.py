@@ -579,6 +579,21 @@ def test_gradients_are_rounded_as_their_parameters_are(narrow, wide, over_mesh):
     assert check_of("batch statistics").verdict == "coupled"
 
 
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_where_a_model_is_fitted_roundings_are_those_of_gradients_that_cancel(over_mesh):
+  rng = np.random.default_rng(0)
+  x, y = (rng.normal(size=(32, *shape)).astype(np.float32) for shape in ((4,), ()))
+  fitted = (y - x @ np.linalg.lstsq(x, y)[0]).astype(np.float32)
+
+  def loss(params, batch):
+    return jnp.mean((batch["x"] @ params.astype(jnp.float32) - batch["y"]) ** 2)
+
+  step = make_train_step(loss, TX, num_microbatches=2, mesh=make_mesh(8) if over_mesh else None)
+  params = jnp.zeros(4, jnp.bfloat16)
+  report = step.check(params, TX.init(params), {"x": x, "y": fitted})
+  assert report.ok, report
+
+
 def test_settings_of_jax_that_would_make_differences_are_set():
   def loss(params, batch):
     assert jax.config.jax_default_matmul_precision == "highest"
