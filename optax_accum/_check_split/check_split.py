@@ -62,12 +62,13 @@ def check_split(
     that the loss compares with. One on which the loss does not run is left out. Options in a fix
     have been tried. Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
     leaf's (1e-9 and 1e-11 in float64), pass for rounding, and in gradients 8 units of the last
-    place of their parameters' dtype (1/16 in bfloat16) of the largest. If the loss computes in 16
-    bits, which the reason then says, it is 1/64 of the loss and 1/8 of the largest gradient, and a
-    fix names no weight, because it cannot tell those that differ by less. The new carry is not
-    compared, nor an aux under "stack", "last" or a function, nor what
-    ``not_checked`` lists. It does not find a threshold on a statistic of the batch that all
-    microbatches are on one side of.
+    place of their parameters' dtype (1/16 in bfloat16) of the largest. (Where such parameters fit
+    the very rows that are compared, gradients cancel, and rounding looks "coupled".) If the loss
+    computes in 16 bits, which the reason then says, it is 1/64 of the loss and 1/8 of the largest
+    gradient, and a fix names no weight, because it cannot tell those that differ by less. The new
+    carry is not compared, nor an aux under "stack", "last" or a function, nor what ``not_checked``
+    lists. It does not find a threshold on a statistic of the batch that all microbatches are on one
+    side of.
   """
   asked = _SIGNATURE.bind(loss_fn, **options)
   asked.apply_defaults()

@@ -113,19 +113,17 @@ class Programs:
     nudged = self.part(call.moved(2 * eps))
     size = self.facts.bytes
     loss, *grads = map(_largest, outcome.main.values())
-    most = max(loss, *grads)
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
     # many units of what was added up: 1e-6 of the largest leaf in float32.
-    least = 1e-2 * most
+    least = 1e-2 * max(loss, *grads)
     if size < 4:
       # A sum of many is rough, as of a bias's gradient on CPUs. That of losses is in float32.
       least = 8 * max(grads)
-    # A gradient is rounded to the dtype of its parameter, in each microbatch, whose gradients may
-    # cancel.
+    # A gradient is rounded to the dtype of its parameter, in each microbatch.
     units = [
       float(jnp.finfo(x.value).eps) for x in call.of_role("differentiated")
     ]
-    rounded = 8 * max(units) * most
+    rounded = 8 * max(units) * max(grads)
     allowed = {}
     for name, x in outcome.arrays.items():
       largest = _largest(x)

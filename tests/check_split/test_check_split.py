@@ -478,14 +478,24 @@ def test_a_loss_that_computes_in_bfloat16_gets_a_verdict(name, over_mesh):
     assert again.ok, again
 
 
-@pytest.mark.parametrize("over_mesh", [False, more(True)])
-def test_in_bfloat16_a_large_loss_hides_no_gradient(over_mesh):
+class Narrow(Specimen):
+  """With parameters in bfloat16."""
+
+  def call(self, source=BATCH):
+    params, batch = super().call(source)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch
+
+
+@pytest.mark.parametrize(("kind", "over_mesh"), [
+  (Specimen, False), more(Specimen, True), more(Narrow, False), (Narrow, True),
+])  # fmt: skip
+def test_in_bfloat16_a_large_loss_hides_no_gradient(kind, over_mesh):
   normalized = in_bfloat16(ZOO["batch statistics"].fun)
 
   def offset(params, batch):
     return normalized(params, batch) + 1e4
 
-  assert_says(CHECKS[over_mesh](Specimen(offset, XY)), "coupled")
+  assert_says(CHECKS[over_mesh](kind(offset, XY)), "coupled")
 
 
 class Block(nn.Module):
@@ -563,35 +573,30 @@ def test_gradients_are_rounded_as_their_parameters_are(narrow, wide, over_mesh):
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
-  def check_of(name):
+  def check_of(name, constant=0.0):
     def loss(params, batch):
-      return ZOO[name].fun(cast(params, wide), cast(batch, wide))
+      return ZOO[name].fun(cast(params, wide), cast(batch, wide)) + constant
 
     params, batch = ZOO[name].call(many(BATCH))
     params = cast(params, narrow)
-    step = make_train_step(loss, TX, num_microbatches=2, mesh=make_mesh(8) if over_mesh else None)
+    # In two of 16 rows, on one device, what a statistic changes is less than the rounding.
+    split = {"num_microbatches": 2, "mesh": make_mesh(8)} if over_mesh else {"num_microbatches": 8}
+    step = make_train_step(loss, TX, **split)
     return step.check(params, TX.init(params), batch)
 
   with jax.enable_x64(wide == "float64"):
     report = check_of("mean")
     assert report.ok, report
-    assert_says(check_of("token mean"), "weighted", ZOO["token mean"].fix)
-    assert check_of("batch statistics").verdict == "coupled"
+    assert_says(check_of("labels of -100"), "weighted", ZOO["labels of -100"].fix)
+    assert check_of("batch statistics", 1e4).verdict == "coupled"
 
 
-@pytest.mark.parametrize("over_mesh", [False, True])
-def test_where_a_model_is_fitted_roundings_are_those_of_gradients_that_cancel(over_mesh):
-  rng = np.random.default_rng(0)
-  x, y = (rng.normal(size=(32, *shape)).astype(np.float32) for shape in ((4,), ()))
-  fitted = (y - x @ np.linalg.lstsq(x, y)[0]).astype(np.float32)
-
-  def loss(params, batch):
-    return jnp.mean((batch["x"] @ params.astype(jnp.float32) - batch["y"]) ** 2)
-
-  step = make_train_step(loss, TX, num_microbatches=2, mesh=make_mesh(8) if over_mesh else None)
-  params = jnp.zeros(4, jnp.bfloat16)
-  report = step.check(params, TX.init(params), {"x": x, "y": fitted})
-  assert report.ok, report
+def test_half_precision_arguments_are_checked_in_float32():
+  specimen = ZOO["mean"]
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), specimen.call())
+  report = check_split(specimen.fun, *half, microbatch_size=6)
+  assert report.ok
+  assert report.leaves[0].difference < 1e-6
 
 
 def test_settings_of_jax_that_would_make_differences_are_set():

@@ -72,10 +72,11 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 def test_a_call_without_a_state_or_a_batch_is_refused():
   step = make_train_step(linear_loss, TX, num_microbatches=2)
-  match = r"got 2 arguments.*order is step\(params, opt_state, batch"
-  for second in (X, TX.init(PARAMS)):
-    with pytest.raises(TypeError, match=match):
-      step(PARAMS, second)
+  match = r"got 2 arguments.*order is step\(params, opt_state, batch\), and finish\(.*cycle"
+  for call in (step, step.finish):
+    for second in (X, TX.init(PARAMS)):
+      with pytest.raises(TypeError, match=match):
+        call(PARAMS, second)
 
 
 @pytest.mark.parametrize(
