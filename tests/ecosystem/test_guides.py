@@ -230,11 +230,10 @@ def test_small_batches_trained_as_the_pages_say():
   losses = [row["x 1"] for row in adapted]
   assert losses == sorted(losses)
   assert all(0 < kept[x] - adapted[0][x] < 0.05 for x in kept)
-  for look in curves:  # per token, and above 16 rows per second, as these take as long
+  for look in curves:  # per token, and per second as all take as long
     assert list(look.values())[1:] == sorted(list(look.values())[1:])
-  assert [row["rows"] for row in timed[2:]] == [16, 32, 64]
-  seconds = [row["s for all tokens"] for row in timed[2:]]
+  seconds = [row["s for all tokens"] for row in timed]
   assert max(seconds) < 1.1 * min(seconds)
-  assert 0.8 < timed[-1]["ms"] / (8 * timed[1]["ms"]) < 1.1
+  assert 0.9 < timed[-1]["ms"] / (8 * timed[1]["ms"]) < 1.1
   median, worst = table("noise_scale", 1)[2:]
   assert (round(median["decay 0.9"], 1), round(worst["decay 0.9"], 1)) == (1.3, 3.1)
